@@ -3,12 +3,13 @@
 import ast
 import functools
 import graphlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import program
 
 ROOT = Path(__file__).parents[1]
 
@@ -181,22 +182,9 @@ def test_importing_everything_starts_no_backend_and_changes_no_environment() -> 
         for path in sources(folder)
         if path.name != "__main__.py" and path.parent.name not in OTHER_ENVIRONMENTS
     ]
-    code = f"""
-import importlib, os
-import jax, flax, optax, orbax.checkpoint, grain, fiddle
-import jax.experimental.pallas.mosaic_gpu  # what they do at import is theirs
-before = dict(os.environ)
-for module in {modules!r}:
-    importlib.import_module(module)
-from jax._src import xla_bridge
-assert not xla_bridge._backends, xla_bridge._backends
-assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
-print(len({modules!r}), "imported")
-"""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": paths},
+        program(__file__, "import_all"),
+        input="\n".join(modules),
         capture_output=True,
         text=True,
         check=False,

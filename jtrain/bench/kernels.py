@@ -98,7 +98,7 @@ def run(args: Options) -> list[Row]:
             raise UserError(f"kernels: {shortage}.")
         else:
             print(f"left out: {shortage}")
-    return [r for case in cases for r in (_tune(case, spec) if args.tune else _time(case, spec))]
+    return [r for case in cases for r in (tune_case(case, spec) if args.tune else _time(case, spec))]
 
 
 class Case(NamedTuple):
@@ -238,7 +238,7 @@ def _time(timed_case: Case, spec: DeviceSpec) -> Iterator[Row]:
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(tuned_case: Case, spec: DeviceSpec) -> Iterator[Row]:
+def tune_case(tuned_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times every configuration of every implementation that runs here, and yields a row of the fastest.
 
     One whose results are not the reference's is said to be wrong and left out.

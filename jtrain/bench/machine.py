@@ -184,13 +184,14 @@ def _repeat(work: Callable[[int], Any], seconds: float) -> int:
 
 
 @jax.jit
-def _products(x: jax.Array, w: jax.Array) -> jax.Array:
+def repeat_products(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiplies x by w, `PRODUCTS` times in a row."""
     # Scaled, so that random numbers stay of one size however often they are multiplied.
     return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: (y @ w * w.shape[0] ** -0.5).astype(x.dtype), x)
 
 
 def _multiply(x: jax.Array) -> Callable[[int], Any]:
-    return lambda call: _products(x, x)
+    return lambda call: repeat_products(x, x)
 
 
 def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
@@ -205,6 +206,6 @@ def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
     def work(call: int) -> jax.Array:
         gathered = gather(x, extra[order[call % len(extra)]])
         # The product uses the first rows only: both kinds of soak multiply the same.
-        return _products(x, gathered[: x.shape[0]])
+        return repeat_products(x, gathered[: x.shape[0]])
 
     return work

@@ -194,7 +194,7 @@ def seal(
     if part is None:
         del body["part"]
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
-    text = json.dumps(body | {"digest": _digest(body)}, indent=1)
+    text = json.dumps(body | {"digest": manifest_digest(body)}, indent=1)
     # The manifest is the last file. In a store its presence is the commit.
     (path / MANIFEST).write_bytes(text.encode())
     if not in_store(path):
@@ -247,7 +247,7 @@ def read_manifest(path: Path) -> Manifest:
         body: dict[str, Any] = json.loads(text)
         digest = body.pop("digest")
         # Before the format: a damaged manifest must not pass for one of another version.
-        if digest != _digest(body):
+        if digest != manifest_digest(body):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
         if (version := body.pop("format")) != _FORMAT:
             raise OtherVersionError(
@@ -323,7 +323,8 @@ def write_text(path: Path, text: str) -> None:
         atomic_io.write_whole(path, text)
 
 
-def _digest(body: dict[str, Any]) -> str:
+def manifest_digest(body: dict[str, Any]) -> str:
+    """Returns the hash that a manifest has of its own fields."""
     # Sorted keys: the digest must not depend on the order in which a dict was filled or parsed.
     canonical = json.dumps(body, sort_keys=True).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()

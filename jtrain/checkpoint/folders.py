@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
     """Returns the names of the files and folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
         with contextlib.suppress(FileNotFoundError):
-            paths = _store(folder).ls(str(folder), detail=False)
+            paths = store_of(folder).ls(str(folder), detail=False)
             # Some stores list the folder itself, or an empty object of its name.
             entry_names = (str(name).rstrip("/").rpartition("/")[2] for name in paths)
             return sorted(set(entry_names) - {"", folder.name})
@@ -39,7 +39,7 @@ def folder_names(folder: Path) -> list[str]:
     """Returns the names of the folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
         with contextlib.suppress(FileNotFoundError):
-            entries = _store(folder).ls(str(folder), detail=True)
+            entries = store_of(folder).ls(str(folder), detail=True)
             folders = (str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
             return sorted({name.rpartition("/")[2] for name in folders} - {"", folder.name})
         return []
@@ -64,8 +64,8 @@ def sizes(folder: Path) -> dict[str, int]:
     """
     if in_store(folder):
         # `find` lists by prefix: one request for many files, where a walk would take one for each folder.
-        files_by_path = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
-        start = len(_store(folder)._strip_protocol(str(folder))) + 1
+        files_by_path = cast(dict[str, Any], store_of(folder).find(str(folder), detail=True))
+        start = len(store_of(folder)._strip_protocol(str(folder))) + 1
         return {
             name[start:]: int(entry["size"]) for name, entry in sorted(files_by_path.items()) if name[start:]
         }
@@ -93,7 +93,7 @@ def read(path: Path) -> tuple[int, str]:
     digest = hashlib.blake2b(digest_size=16)
     size = 0
     if in_store(path):
-        store = _store(path)
+        store = store_of(path)
         block = store.cat_file(str(path), start=0, end=_STORE_READ_BYTES)
         # A small file takes one request. A longer one tells its size: a read behind its end would fail.
         size = store.info(str(path))["size"] if len(block) == _STORE_READ_BYTES else len(block)
@@ -117,7 +117,9 @@ def move(folder: Path, new: Path, *, first: str) -> None:
     # `list` raises the first failure of a copy: then nothing is removed.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         list(
-            pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder))
+            pool.map(
+                lambda name: store_of(folder).cp_file(str(folder / name), str(new / name)), sizes(folder)
+            )
         )
     # Only after every copy: until then a kill leaves the old folder whole.
     remove(folder, first=first)
@@ -131,15 +133,15 @@ def remove(folder: Path, *, first: str, last: str = "") -> None:
     file_names = sizes(folder)
     # Alone and awaited: the folder stops being a checkpoint before any other file of it goes.
     if first in file_names:
-        _store(folder).rm_file(str(folder / first))
+        store_of(folder).rm_file(str(folder / first))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         others = sorted(name for name in file_names if name not in (first, last))
-        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), others))
+        list(pool.map(lambda name: store_of(folder).rm_file(str(folder / name)), others))
     if last in file_names:
-        _store(folder).rm_file(str(folder / last))
+        store_of(folder).rm_file(str(folder / last))
 
 
-def _store(folder: Path) -> Any:
+def store_of(folder: Path) -> Any:
     """Returns the fsspec file system of a folder in a store, without listings of earlier calls."""
     store = cast(Any, folder)._backend.fs(folder)
     # fsspec caches listings per process and would not see what another process wrote.

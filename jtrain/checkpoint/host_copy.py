@@ -93,7 +93,7 @@ class StateChunks:
         self._reading = 0  # chunks in the state's memory that a thread writes or copies now
         if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
             with contextlib.suppress(OSError):  # no memory for it: as a larger state
-                self._copied += _copies(self._in_state)
+                self._copied += copy_chunks(self._in_state)
                 self._in_state.clear()
 
     def take(self) -> StateChunk | None:
@@ -145,7 +145,7 @@ class StateChunks:
                 self._reading += 1
             copied = None
             try:
-                (copied,) = _copies([chunk])
+                (copied,) = copy_chunks([chunk])
             except OSError:  # no memory for it: the threads that write take it from the state's memory
                 return
             finally:
@@ -207,7 +207,7 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
             yield StateChunk(name, data[begin : begin + chunk.num_bytes], array, in_state=_on_cpu(shard))
 
 
-def _copies(chunks: Collection[StateChunk]) -> list[StateChunk]:
+def copy_chunks(chunks: Collection[StateChunk]) -> list[StateChunk]:
     """Returns copies of the chunks in one new piece of memory, which is free once the last of them is."""
     if not chunks:
         return []

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.checkpoint import files, host_copy, restoring, slots
-from jtrain.checkpoint.files import Manifest, Part, gib
+from jtrain.checkpoint.files import Manifest, Part
 from jtrain.checkpoint.neighbours import Neighbours
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import HardwareFault, UserError
@@ -307,19 +307,10 @@ class LocalMemory:
     def _folders(self) -> list[Path]:
         return [entry for entry in self.folder.iterdir() if entry.is_dir()]
 
-    def _slots_of(self, process: int) -> list[tuple[Path, Manifest, Part]]:
-        """Returns the slots on this host that hold a process's part."""
-        return [
-            (slot, manifest, manifest.part)
-            for kind in ("process", "copy")
-            for slot, manifest in slots.whole_slots(self.folder / f"{kind}-{process}")
-            if manifest.part is not None and manifest.part.process == process
-        ]
-
     def _usable_steps(self, process: int, checkpoint: int) -> list[int]:
         """Returns the steps of a process's parts on this host; says once why one is not used."""
         steps = set[int]()
-        for _, manifest, part in self._slots_of(process):
+        for _, manifest, part in slots.parts_of(self.folder, process):
             if part.run != self._run:
                 reason = "it is of another run"
             elif manifest.processes != self._processes:
@@ -337,7 +328,7 @@ class LocalMemory:
 
     def _find(self, step: int) -> tuple[Path, Manifest]:
         """Returns the slot with this process's part of a step; fetches it if it is not on this host."""
-        for slot, manifest, part in self._slots_of(self._process):
+        for slot, manifest, part in slots.parts_of(self.folder, self._process):
             if manifest.step == step and part.run == self._run:
                 return slot, manifest
         # Row h, column p: the steps of process p's part that process h can read on its host.
@@ -367,18 +358,7 @@ class LocalMemory:
             stored_processes = [*self._neighbours.local_processes, *self._neighbours.local_copies]
             # `<<` binds weaker than `*`: MiB to bytes
             needed_bytes = len(SLOTS) * sum(sizes_mib[stored_processes].tolist()) << 20
-            # An earlier attempt's files are written over, so their room
-            # counts as free; st_blocks has units of 512 bytes.
-            used_bytes = sum(file.stat().st_blocks * 512 for file in self.folder.rglob("*") if file.is_file())
-            free_bytes = shutil.disk_usage(self.folder).free + used_bytes
-            if needed_bytes > free_bytes:
-                reason = (
-                    "checkpoint.local_every_steps keeps two generations of the state, and two of another "
-                    f"host's where there are several: {gib(needed_bytes)} in {self.folder.parent}, which has "
-                    f"{gib(free_bytes)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker "
-                    "run --shm-size`), set checkpoint.local_dir to another folder in memory, or "
-                    "checkpoint.local_every_steps=None."
-                )
+            reason = slots.missing_room(self.folder, needed_bytes)
         except OSError as error:
             reason = (
                 f"checkpoint.local_dir: {self.folder} cannot be written to ({error.strerror}). Set it to a "

@@ -17,7 +17,7 @@ from jtrain.runtime.stores import in_store
 PARTIAL = ".orbax-checkpoint-tmp"
 """Part of the name of a directory that is still being written."""
 
-_DELETED = ".deleted"
+DELETED = ".deleted"
 _DAMAGED = ".damaged"
 
 
@@ -67,10 +67,10 @@ def delete(folder: Path, step: int) -> None:
     """
     if in_store(folder):
         # The mark comes before the manifest goes: it tells `sweep` that a deletion left the rest.
-        (folder / str(step) / _DELETED).write_text("")
-        folders.remove(folder / str(step), first=MANIFEST, last=_DELETED)
+        (folder / str(step) / DELETED).write_text("")
+        folders.remove(folder / str(step), first=MANIFEST, last=DELETED)
         return
-    away = folder / f"{step}{_DELETED}"
+    away = folder / f"{step}{DELETED}"
     # Remains of an earlier deletion of the same step: the rename needs the name.
     if away.exists():
         folders.remove(away, first=MANIFEST)
@@ -90,14 +90,14 @@ def sweep(folder: Path) -> None:
         if _is_remains(name) or (
             in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))
         ):
-            folders.remove(folder / name, first=MANIFEST, last=_DELETED)
+            folders.remove(folder / name, first=MANIFEST, last=DELETED)
 
 
 def _is_interrupted(folder: Path, step: int) -> bool:
     last = files.last_commit(folder)
     # A step after the last commit was never committed. Without the note no run began here.
     unfinished = files.has_note(folder) and (last is None or step > last)
-    return unfinished or folders.has_file(folder / str(step), _DELETED)
+    return unfinished or folders.has_file(folder / str(step), DELETED)
 
 
 def lost_manifests(folder: Path) -> tuple[int, ...]:
@@ -110,4 +110,4 @@ def lost_manifests(folder: Path) -> tuple[int, ...]:
 
 
 def _is_remains(name: str) -> bool:
-    return PARTIAL in name or name.endswith(_DELETED)
+    return PARTIAL in name or name.endswith(DELETED)

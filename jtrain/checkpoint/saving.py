@@ -61,7 +61,7 @@ class Saves:
         self._every_steps = every_steps
         self._max_failures = max_failures
         self._order = order
-        self._task: SaveTask | None = None
+        self.task: SaveTask | None = None
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._failures = 0
         self._retry_step: int | None = None
@@ -105,7 +105,7 @@ class Saves:
     @property
     def step_in_flight(self) -> int | None:
         """Step of the save in flight or just ended; None if there is none, or it has failed."""
-        return None if self._task is None or self._task.failure else self._task.contents.step
+        return None if self.task is None or self.task.failure else self.task.contents.step
 
     def should_save(self, step: int) -> bool:
         """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its
@@ -171,9 +171,9 @@ class Saves:
           CheckpointError: it was the last of `max_failures` in a row.
         """
         # The last save is `wait`'s: it retries at once, where no step follows.
-        if self._task is None or self._last is not None:
+        if self.task is None or self._last is not None:
             return
-        running = not self._task.ended
+        running = not self.task.ended
         # A save ends at its own time in each process; all must count a failure at the same step.
         if multihost.process_count() > 1:
             (running,) = multihost.agree(running)
@@ -258,10 +258,10 @@ class Saves:
         try:
             if not abandon:
                 self.wait()
-            elif self._task is not None:
+            elif self.task is not None:
                 # A process on its own is never left waiting, so its save may take its time.
-                self._task.join(ABANDON_S if multihost.process_count() > 1 else None)
-                task, self._task = self._task, None
+                self.task.join(ABANDON_S if multihost.process_count() > 1 else None)
+                task, self.task = self.task, None
                 if not task.ended or task.failure is not None:
                     self.say(f"WARNING: {self._failure_text(task)}")
         finally:
@@ -285,7 +285,7 @@ class Saves:
         if in_store(self.folder):
             chunks.copy(self._pool)
         # The task's threads start to write at once, from the front; `release` copies from the back.
-        self._task = save_task.SaveTask(
+        self.task = save_task.SaveTask(
             self.folder,
             contents,
             chunks,
@@ -299,7 +299,7 @@ class Saves:
 
     def _join_task(self) -> "SaveTask | None":
         """Returns the save that was in flight, after its end."""
-        task, self._task = self._task, None
+        task, self.task = self.task, None
         if task is None:
             return None
         task.join()

@@ -15,6 +15,7 @@ import ctypes
 import math
 import mmap
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders
 from jtrain.checkpoint.array_files import by_keys
-from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf, Part, gib
 from jtrain.checkpoint.host_copy import first_element
 
 SLOTS = ("a", "b")
@@ -44,9 +45,37 @@ def whole_slots(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             yield slot, files.read_manifest(slot)
 
 
+def parts_of(folder: Path, process: int) -> list[tuple[Path, Manifest, Part]]:
+    """Returns the slots in a run's folder on this host that hold a process's part: its own, or a neighbour's
+    copy.
+    """
+    return [
+        (slot, manifest, manifest.part)
+        for kind in ("process", "copy")
+        for slot, manifest in whole_slots(folder / f"{kind}-{process}")
+        if manifest.part is not None and manifest.part.process == process
+    ]
+
+
 def mark_empty(slot: Path) -> None:
     """Marks a slot as one that holds no state."""
     (slot / files.MANIFEST).unlink(missing_ok=True)
+
+
+def missing_room(folder: Path, needed_bytes: int) -> str:
+    """Reason why slots of so many bytes in all have no room in a folder; empty if they have."""
+    # An earlier attempt's files are written over, so their room
+    # counts as free; st_blocks has units of 512 bytes.
+    used_bytes = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    free_bytes = shutil.disk_usage(folder).free + used_bytes
+    if needed_bytes <= free_bytes:
+        return ""
+    return (
+        "checkpoint.local_every_steps keeps two generations of the state, and two of another host's where "
+        f"there are several: {gib(needed_bytes)} in {folder.parent}, which has {gib(free_bytes)} free. Make "
+        "it larger (`mount -o remount,size=... /dev/shm`, `docker run --shm-size`), set "
+        "checkpoint.local_dir to another folder in memory, or checkpoint.local_every_steps=None."
+    )
 
 
 def held_leaves(tree: Any) -> dict[str, ManifestLeaf]:

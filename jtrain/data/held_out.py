@@ -104,7 +104,7 @@ class HeldOutSet:
     @property
     def num_documents(self) -> int:
         """Number of documents from which the sample is drawn."""
-        return len(self._documents.record)
+        return len(self.document_table.record)
 
     @property
     def vocab_size(self) -> int:
@@ -120,7 +120,7 @@ class HeldOutSet:
 
     def describe_sample(self) -> str:
         """Returns from how many files, parts of files and sources the documents are drawn."""
-        origins = self._documents.origins
+        origins = self.document_table.origins
         files, parts = (sum(getattr(origin, name) for origin in origins) for name in ("files", "parts"))
         sources = sum(origin.parts > 0 for origin in origins)
         return (
@@ -135,7 +135,7 @@ class HeldOutSet:
 
     def has_targets(self) -> bool:
         """True if some chunk has a learned token after its first one; reads chunks up to that one."""
-        reads = (self._read(number) for number in range(int(self._documents.end[-1])))
+        reads = (self._read(number) for number in range(int(self.document_table.end[-1])))
         return any(
             # Targets are all tokens but the first; the ignored runs are counted from token 1 on.
             len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum()
@@ -164,7 +164,7 @@ class HeldOutSet:
         planner = Planner(
             PlannerSpec(
                 names=("held out",),
-                chunks_per_epoch=(int(self._documents.end[-1]),),
+                chunks_per_epoch=(int(self.document_table.end[-1]),),
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"held out": 1.0}),
@@ -198,7 +198,7 @@ class HeldOutSet:
                 del reads[number]
 
     @functools.cached_property
-    def _documents(self) -> _Documents:
+    def document_table(self) -> _Documents:
         """Raises UserError if the documents of a source of many parts are all of one part."""
         # Rows per source, rounded up: each source gives the same number, however large it is.
         share = -(-self.spec.eval_batches * self.spec.global_batch // len(self.streams))
@@ -244,16 +244,16 @@ class HeldOutSet:
     def _document_of(self, number: int) -> tuple[int, int]:
         """Returns the document of chunk `number` of the sample, and the chunk's number in the document."""
         # Chunk numbers are permuted once more, so that the rows mix documents of all sources.
-        total = np.int64(self._documents.end[-1])
+        total = np.int64(self.document_table.end[-1])
         chunk = int(permuted(np.asarray([number], np.int64), total, epoch_key(0, 0))[0])
-        document = int(np.searchsorted(self._documents.end, chunk, side="right"))
-        return document, chunk - (int(self._documents.end[document - 1]) if document else 0)
+        document = int(np.searchsorted(self.document_table.end, chunk, side="right"))
+        return document, chunk - (int(self.document_table.end[document - 1]) if document else 0)
 
     def _read(self, number: int) -> Read:
         document, chunk = self._document_of(number)
-        record = int(self._documents.record[document])
+        record = int(self.document_table.record[document])
         chunks = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
-        return self.streams[int(self._documents.source[document])].read_chunks(chunks)
+        return self.streams[int(self.document_table.source[document])].read_chunks(chunks)
 
     def _document_BL(self, pieces: Pieces) -> Int32[np.ndarray, "B L"]:
         document_BL = np.full((self.spec.global_batch, self.spec.seq_len), -1, np.int32)
@@ -266,7 +266,7 @@ class HeldOutSet:
     def _text_bytes(self, pieces: Pieces, reads: Mapping[int, Read]) -> int | None:
         total = 0
         for _, number, start, end in iterate_pieces(pieces):
-            source = int(self._documents.source[self._document_of(number)[0]])
+            source = int(self.document_table.source[self._document_of(number)[0]])
             sizes = self.streams[source].tokenizer.text_bytes(reads[number].ids)
             if sizes is None:
                 return None

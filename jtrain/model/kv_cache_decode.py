@@ -194,13 +194,15 @@ def generate_ids(
     for start in range(0, num_prompt, PROMPT_CHUNK):
         chunk = prompt_ids[start : start + PROMPT_CHUNK]
         token_BL = np.pad(chunk, (0, PROMPT_CHUNK - len(chunk)))[None]
-        logits_BV, cache = _read(
+        logits_BV, cache = read_prompt(
             model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache
         )
     remaining = max_tokens
     while remaining > 0:
         assert logits_BV is not None
-        tokens_LB, logits_BV, cache = _write(model, sampler, params, logits_BV, cache, jax.random.key(seed))
+        tokens_LB, logits_BV, cache = write_tokens(
+            model, sampler, params, logits_BV, cache, jax.random.key(seed)
+        )
         # The last chunk draws all its tokens; those beyond max_tokens are cut here.
         ids = np.asarray(tokens_LB)[:remaining, 0].tolist()
         if end_id in ids:
@@ -215,15 +217,16 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _read(
+def read_prompt(
     model: Transformer, params: Params, token_BL: Int[Array, "B L"], count: Int[Array, ""], cache: KVCache
 ) -> tuple[Float[Array, "B V"], KVCache]:
+    """Reads a chunk of the prompts into the cache; returns the logits after it."""
     return extend(model, params, token_BL, count, cache)
 
 
 # The cache is donated: each call extends it in place instead of copying 2 Y B M K H elements.
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _write(
+def write_tokens(
     model: Transformer,
     sampler: TokenSampler,
     params: Params,

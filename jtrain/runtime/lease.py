@@ -144,7 +144,7 @@ class Lease:
     ) -> None:
         self._store = store
         self._rival = Rival(store)
-        self._holder = this_holder()
+        self.holder = this_holder()
         self._beat_s = beat_s
         self._payload = payload
         self._on_lost = on_lost
@@ -302,7 +302,7 @@ class Lease:
 
     def _record(self) -> bytes:
         return (
-            json.dumps({"holder": dataclasses.asdict(self._holder), "payload": self._payload()}).encode()
+            json.dumps({"holder": dataclasses.asdict(self.holder), "payload": self._payload()}).encode()
             + b"\n"
         )
 

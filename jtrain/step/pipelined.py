@@ -90,7 +90,7 @@ def pipelined_gradients(
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
-    worker = _Worker(
+    worker = Worker(
         model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit)
     )
     # Everything but the layers: their gradients are summed chunk by chunk in the carry.
@@ -108,12 +108,12 @@ def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Ba
     trained = trained_part(layout, params)
     # Evaluation multiplies in the compute dtype, and there is no gradient whose size `unit` would estimate.
     chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
-    worker = _Worker(model, layout, ticks, ends, chunks)
+    worker = Worker(model, layout, ticks, ends, chunks)
     return worker.evaluate({key: value for key, value in trained.items() if key != "layers"}, parts)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Worker:
+class Worker:
     """One device's work in every tick."""
 
     model: Transformer
@@ -184,7 +184,7 @@ class _Worker:
         if not is_single:
             head_sums = self._loss(head_sums, y_BLD, row_F, trained, parts, unit)
         # head_sums[0] and not carry.cotangents: the last stage may use this tick's own loss gradient.
-        dx_BLD, stashes, layers = self._backward(head_sums[0], layer_slots, carry, row_F, parts)
+        dx_BLD, stashes, layers = self.backward(head_sums[0], layer_slots, carry, row_F, parts)
         layers = self._weight_gradients(stashes, layers, row_F)
         if is_single:
             # Workers meet in the loss and in permutes. Where one of them came before a worker's only
@@ -278,7 +278,7 @@ class _Worker:
             row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda head_sums: head_sums, head_sums
         )
 
-    def _backward(
+    def backward(
         self, cotangents: Array, layer_slots: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
     ) -> tuple[Array, LayerSlots, Gradients]:
         chunk, slot, stash = (

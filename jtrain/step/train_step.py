@@ -93,7 +93,7 @@ def make_train_step(
     if layout.pipeline is not None:
         counts_of(layout)  # refuses what no pipelined step can do
     gradients = jax.shard_map(
-        lambda params, scaling, batch, step: _local_gradients(model, layout, params, scaling, batch, step),
+        lambda params, scaling, batch, step: local_gradients(model, layout, params, scaling, batch, step),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC, P()),
         out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
@@ -215,7 +215,7 @@ def gather_rows(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> F
     return gather(rows)
 
 
-def _local_gradients(
+def local_gradients(
     model: Transformer,
     layout: Layout,
     params: Params,
@@ -311,7 +311,7 @@ def reduce_step(
       grads, amax, loss: of this device's tokens; num_tokens: valid targets of the global batch.
 
     Returns:
-      As `_local_gradients`.
+      As `local_gradients`.
     """
     axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     with jax.named_scope("reduce_gradients"):

@@ -38,7 +38,7 @@ _POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
 RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
 """Pauses before an alert is posted again."""
 
-_QUEUE_LENGTH = 100
+QUEUE_LENGTH = 100
 """Alerts that wait for the webhook at most; more are dropped, and counted."""
 
 
@@ -202,7 +202,7 @@ class _Webhook:
         self._receiver = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
         self._say = say
         self._backoff = backoff
-        self._messages: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LENGTH)
+        self._messages: queue.Queue[bytes | None] = queue.Queue(QUEUE_LENGTH)
         self._closing = threading.Event()
         self._unsent = 0
         self._lock = threading.Lock()

@@ -194,10 +194,10 @@ class BadSteps:
         # A corrupt weight may have been saved before the loss
         # showed it, so the replay begins well before that.
         must_precede = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
-        self._go_back(step, reason, must_precede=must_precede, nth=len(returns))
+        self.go_back(step, reason, must_precede=must_precede, nth=len(returns))
         raise WentBack
 
-    def _go_back(self, step: int, reason: str, *, must_precede: int, nth: int) -> None:
+    def go_back(self, step: int, reason: str, *, must_precede: int, nth: int) -> None:
         """Chooses the replay's checkpoint: the newest before step `must_precede`, or the nth older one."""
         # Held first: a save in flight would delete the checkpoint to go back to when it ends.
         self._checkpoints.hold = True

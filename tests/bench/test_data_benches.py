@@ -37,6 +37,7 @@ from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.inspect.topics import compare_topics
 from jtrain.data.mixture.schedule import Constant
 from jtrain.errors import UserError
+from tests.processes import program
 
 FIVE = files.SHORT._replace(documents=5)
 
@@ -102,9 +103,7 @@ def test_a_peer_that_dies_is_an_error() -> None:
 
 def test_a_tree_of_processes_is_measured_whole() -> None:
     """A child's child counts, with its memory, and CPU time goes on."""
-    grandchild = "data = b'x' * (32 << 20); print(len(data), flush=True)\nwhile True: pass"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(program(__file__, "start_a_busy_child"), stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline()
@@ -125,18 +124,7 @@ def test_a_trainer_grows_by_what_it_allocates_and_maps(tmp_path: Path) -> None:
     """32 MiB of its own and 16 MiB of a file that it maps count; 8 MiB of a file mapped before do not."""
     for name, mib in {"before": 8, "after": 16}.items():
         (tmp_path / name).write_bytes(b"x" * (mib << 20))
-    program = """
-import mmap, sys
-def mapped(path):
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-first = mapped(sys.argv[1])
-print(flush=True), input()
-second, own = mapped(sys.argv[2]), b"x" * (32 << 20)
-touched = [view[at] for view in (first, second) for at in range(0, len(view), 4096)]
-print(flush=True), input()
-"""
-    command = [sys.executable, "-c", program, tmp_path / "before", tmp_path / "after"]
+    command = program(__file__, "map_files", tmp_path / "before", tmp_path / "after")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -14,6 +14,7 @@ import pytest
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials.kinds import register_all
 from jtrain.bench.faults import draw_trials
+from tests.processes import program
 
 SLICE = ("kill-commit",)
 """Kinds whose trials are short, on one process; the slow test below has all kinds."""
@@ -25,29 +26,6 @@ SEED = 2
 TRIALS = len(SLICE) + len(BAD)
 """One of each kind."""
 
-HARNESS = """
-import shutil, sys
-from jtrain.bench.__main__ import bench
-from jtrain.bench.fault_trials import kinds, processes
-
-kinds.register_all()
-
-@kinds.fault("forgets", "all that a run needs to go on is lost, and a process stays after the training")
-def forgets(trial):
-    shutil.copytree(trial.lab.folder / "unbroken0" / "workdir", trial.workdir.path)
-    for name in ("checkpoints", "run.json", "config.txt", "goodput.json"):
-        (trial.workdir.path / name).rename(trial.folder / name)
-    processes.fork(lambda: processes.time.sleep(600) or 0, trial.folder / "sleeper.log")
-    usual_s, processes.ENDED_S = processes.ENDED_S, 1.0  # this one never ends
-    trial.cleanups.callback(setattr, processes, "ENDED_S", usual_s)
-
-@kinds.fault("diverges", "a run computes something else")
-def diverges(trial):
-    trial.recipe = trial.recipe.changed("seed=1")
-
-sys.exit(bench(["faults", *sys.argv[1:]]))
-"""
-
 
 def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     """The slice for every change, on one process; and a run that forgets, beside a process that stays, and one
@@ -58,7 +36,7 @@ def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: 
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
     arguments = ("--trials", str(TRIALS), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
     done = subprocess.run(
-        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials), "--json", str(rows)],
+        program(__file__, "faults_that_fail", *arguments, "--workdir", trials, "--json", rows),
         env=os.environ | {"XLA_FLAGS": ""},  # one device, as a user has it
         capture_output=True,
         text=True,

@@ -45,7 +45,7 @@ def test_a_wrong_configuration_is_left_out(capsys: pytest.CaptureFixture[str]) -
         registry.Implementation("xla", lambda x: jnp.sin(x)),
     )
     case = kernels.Case(registry.Op("sine", implementations, {"small": {"x": x}}), "small", {"x": x})
-    (fastest,) = kernels._tune(case, device.from_name("cpu"))
+    (fastest,) = kernels.tune_case(case, device.from_name("cpu"))
     assert "other {'times': 0}: WRONG by 1 of the largest element, left out" in capsys.readouterr().out
     assert "{'times': 0}" not in fastest["what"]
 

@@ -121,7 +121,7 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     healthy = lab.trial(setting, 0)
     assert healthy.unequal == []
     assert healthy.shares["first loss"] < 1
-    right = pipelined._Worker._backward
+    right = pipelined.Worker.backward
 
     def wrong(self: Any, cotangents: Any, kept: Any, carry: Any, row_F: Any, parts: Any) -> Any:
         forward = row_F[Field.FORWARD_MICROBATCH]
@@ -129,7 +129,7 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
         row_F = row_F.at[Field.BACKWARD_MICROBATCH].set(jnp.where(forward >= 0, forward, back))
         return right(self, cotangents, kept, carry, row_F, parts)
 
-    monkeypatch.setattr(pipelined._Worker, "_backward", wrong)
+    monkeypatch.setattr(pipelined.Worker, "backward", wrong)
     found = lab.trial(setting, 0)
     assert any("gradient (mu)" in line for line in found.unequal)
     assert found.shares["gradient (mu)"] > 1000, "far beyond rounding"

@@ -18,6 +18,7 @@ from jtrain.bench import REHEARSED, Options, one_gpu
 from jtrain.bench.__main__ import parse
 from jtrain.bench.one_gpu_parts.process import Ended, environment, processes, step_rows
 from jtrain.bench.one_gpu_parts.steps import STEPS, Step
+from tests.processes import program
 
 FAILS = Step("fails", ("no_such_benchmark",), 60)
 ROOT = Path(__file__).parents[2]
@@ -181,11 +182,8 @@ def test_rows_of_an_attempt_that_was_cut_off_do_not_count(tmp_path: Path) -> Non
 def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
     """Soaks of a minute each, whose sampler is a process of its own, ended while it samples."""
     step, started_s = Step("soak", ("machine", "--soak", "60", "--rehearse"), 15), time.monotonic()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [sys.executable, "-c", WATCH, str(tmp_path)]
-    watcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
+    command = program(__file__, "count_processes", tmp_path)
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     _, ended = collected(step, tmp_path)
     most = int(watcher.communicate(timeout=300)[0])
     assert ended.outcome == "over its limit"
@@ -193,20 +191,6 @@ def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) ->
     assert most >= 2, "the step had a process beside its own, or the rest proves nothing"
     assert list(processes(tmp_path)) == []
     assert time.monotonic() - started_s < 60
-
-
-WATCH = """
-import sys, time
-from pathlib import Path
-from jtrain.bench.__main__ import parse
-from jtrain.bench.one_gpu_parts.process import processes
-most, end = 0, time.monotonic() + 14
-while time.monotonic() < end:
-    most = max(most, len(list(processes(Path(sys.argv[1])))))
-    time.sleep(0.1)
-print(most)
-"""
-"""Prints how many processes of a step there were at once."""
 
 
 def call(out: Path, steps: tuple[str, ...]) -> "subprocess.Popen[str]":

@@ -241,4 +241,4 @@ def test_offloaded_steps(case: h200.Offloaded, chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_soaks(chip: str) -> None:
     square = jax.ShapeDtypeStruct((machine.SIZE, machine.SIZE), jnp.bfloat16)
-    compiles(chip, machine._products, square, square)
+    compiles(chip, machine.repeat_products, square, square)

@@ -61,8 +61,8 @@ def train(checkpoints: Checkpoints, steps: range) -> list[int]:
         if checkpoints.should_save(step):
             checkpoints.save(step, state(step), {"next": step}, "")
             saved.append(step)
-            assert checkpoints._task is not None
-            checkpoints._task.join()
+            assert checkpoints.task is not None
+            checkpoints.task.join()
         checkpoints.check(step)
     return saved
 

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,51 +14,7 @@ import numpy as np
 import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec, removal
-
-SAVERS = """
-import os, signal, sys
-from pathlib import Path
-import jax, numpy as np
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, files, folders
-from jtrain.runtime import atomic_io
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def save_for_ever(workdir, instant):
-    checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
-    seal, sync, delete = files.seal, atomic_io.sync_directory, folders.shutil.rmtree
-    if instant == "before-hashing":
-        files.seal = lambda path, **kw: die() if kw["step"] == 3 else seal(path, **kw)
-    elif instant == "after-the-manifest":
-        files.seal = lambda path, **kw: (seal(path, **kw), die() if kw["step"] == 3 else None)
-    elif instant == "after-the-rename":
-        atomic_io.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
-    elif instant == "within-a-deletion":
-        folders.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
-    step = checkpoints.latest_step() or 0
-    while True:
-        step += 1
-        rng = np.random.default_rng(step)
-        state = {
-            "step": jax.numpy.int32(step),
-            "params": {f"w{i}": jax.numpy.asarray(rng.standard_normal((256, 256), np.float32)) for i in range(8)},
-        }
-        print("saving", step, flush=True)
-        checkpoints.save(step, state, {"next": step}, f"config {step}")
-        if step % 2:
-            checkpoints.wait()
-            print("durable", step, flush=True)
-
-# Importing costs seconds, so it is done once; each saver is a fork from before jax has started anything.
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        print("pid", os.getpid(), flush=True)
-        save_for_ever(*line.split())
-    _, status = os.waitpid(child, 0)
-    print("died", os.waitstatus_to_exitcode(status), flush=True)
-"""
+from tests.processes import program
 
 LIKE = {
     "step": jax.ShapeDtypeStruct((), jnp.int32),
@@ -104,7 +59,7 @@ class Savers:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SAVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            program(__file__, "save_for_ever"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run_one(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,75 +14,7 @@ import pytest
 from jtrain.checkpoint import removal
 from tests.checkpoint.test_kill import check
 from tests.ports import free_port
-
-PROCESS = """
-import os, signal, sys
-from pathlib import Path
-workdir, coordinator, index, instant, victims, until = sys.argv[1:]
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(coordinator, 2, int(index))
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, array_writer, files, folders, hashed_io
-from jtrain.runtime import atomic_io
-
-checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
-
-def die(when):
-    if when:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def before(owner, name, when):
-    wrapped = getattr(owner, name)
-    def wrapper(*args, **kw):
-        die(when(*args, **kw))
-        return wrapped(*args, **kw)
-    setattr(owner, name, wrapper)
-
-if index in victims:
-    written = []
-    if instant == "mid-write":
-        def third(disk, path, data):
-            written.extend(["/3." in str(path)])
-            return sum(written) == 3
-        before(hashed_io.HashedIO, "write", third)
-    elif instant == "after-its-part":
-        write = array_writer.write_arrays
-        array_writer.write_arrays = lambda path, *args, **kw: (write(path, *args, **kw), die("/3." in str(path)))[0]
-    elif instant == "before-the-manifest":
-        before(files, "seal", lambda path, **kw: kw["step"] == 3)
-    elif instant == "before-the-rename":
-        seal = files.seal
-        files.seal = lambda path, **kw: (seal(path, **kw), die(kw["step"] == 3))
-    elif instant == "after-the-rename":
-        before(atomic_io, "sync_directory", lambda path: 3 in checkpoints.steps())
-    elif instant == "reading-back":
-        before(array_writer, "differing", lambda path, *_: path.name == "3")
-    elif instant == "within-a-deletion":
-        before(folders.shutil, "rmtree", lambda path, **kw: 3 in checkpoints.steps())
-
-mesh = jax.make_mesh((4,), ("data",))
-rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-
-def put(array, sharding):
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-step = checkpoints.latest_step() or 0
-while step < int(until):
-    step += 1
-    rng = np.random.default_rng(step)
-    state = {
-        "step": put(np.int32(step), whole),
-        "params": {f"w{i}": put(rng.standard_normal((256, 256), np.float32), rows) for i in range(8)},
-    }
-    checkpoints.save(step, state, {"next": step}, f"config {step}")
-    if step % 2:
-        checkpoints.wait()
-        print("durable", step, flush=True)
-checkpoints.close()
-print("closed", flush=True)
-"""
+from tests.processes import program
 
 
 def run(workdir: Path, instant: str, victims: str, *, until: int) -> tuple[int, bool]:
@@ -97,17 +28,7 @@ def run(workdir: Path, instant: str, victims: str, *, until: int) -> tuple[int, 
     with contextlib.ExitStack() as opened:
         processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    PROCESS,
-                    str(workdir),
-                    coordinator,
-                    str(index),
-                    instant,
-                    victims,
-                    str(until),
-                ],
+                program(__file__, "be_killed_saving", workdir, coordinator, index, instant, victims, until),
                 stdout=opened.enter_context(open(output, "w")),
                 stderr=subprocess.STDOUT,
                 env=environ,

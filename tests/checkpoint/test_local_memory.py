@@ -1,11 +1,9 @@
 """State kept in local memory: read back bit for bit, never half, and never another run's."""
 
-import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,50 +16,7 @@ from jtrain.checkpoint import files
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import UserError
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import jax, numpy as np
-from jtrain.checkpoint import files, host_copy
-from jtrain.checkpoint.local_memory import LocalMemory
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-instant, workdir, directory = sys.argv[1:]
-device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-like = {"w": jax.ShapeDtypeStruct((1000, 100), np.float32, sharding=device)}
-memory = LocalMemory(Path(workdir), directory, like, "", newest_checkpoint=lambda: 0, say=print)
-found = memory.start(checkpoint=0)
-step = 0 if found is None else found[0]
-def dying(when, function):
-    def call(*args, **named):
-        if instant == f"before-{when}" and step == 3:
-            die()
-        result = function(*args, **named)
-        if instant == f"after-{when}" and step == 3:
-            die()
-        return result
-    return call
-
-def half(state, chunks=host_copy.held_chunks):
-    yield from chunks(state)
-    if instant == "mid-write" and step == 3:
-        for content in memory._maps[memory._free_slot()].values():
-            content[:5000] = 7
-        die()
-
-host_copy.held_chunks, files.hashes_of = half, dying("hash", files.hashes_of)
-files.seal = dying("commit", files.seal)
-while step < 5:
-    if memory._writing is not None:
-        memory._writing.result()  # so that the functions above see the step that they are called for
-    step += 1
-    memory.save(step, {"w": jax.device_put(np.full((1000, 100), step, np.float32), device)}, {"next": step})
-memory._wait()
-print("end", flush=True)
-"""
+from tests.processes import program, run_together
 
 
 @pytest.fixture
@@ -238,7 +193,8 @@ def test_a_failure_ends_the_saves_and_not_the_run(
     said: list[str] = []
     one = memory(small(), said=said)
     one.save(10, filled(small(), 10), {})
-    one._wait()
+    while one.newest(checkpoint=0) != [10]:
+        time.sleep(0.01)
     shutil.rmtree(one.own_folder)
     for step in (20, 30, 40):
         one.save(step, filled(small(), step), {})
@@ -274,10 +230,9 @@ def test_a_kill_at_any_instant_leaves_a_whole_generation(
     """A process that is killed in its third save: the second state is there, or the third one whole; it goes
     on.
     """
-    command = [sys.executable, "-c", KILLED, instant, str(tmp_path / "run"), str(tmp_path)]
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    died = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    command = program(__file__, "be_killed_keeping", instant, tmp_path / "run", tmp_path)
+    [died] = run_together([command], [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}])
+    assert died.code == -signal.SIGKILL, died.errors
     like = {
         "w": jax.ShapeDtypeStruct(
             (1000, 100), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -154,7 +154,7 @@ def test_a_manifest_without_the_files_of_a_process_is_no_checkpoint(workdir: Pat
         reseal(path, 30)
     body = json.loads((path / files.MANIFEST).read_text())
     del body["files"][most], body["digest"]
-    body["digest"] = files._digest(body)
+    body["digest"] = files.manifest_digest(body)
     (path / files.MANIFEST).write_text(json.dumps(body))
     there = files.read_manifest(path)
     assert files.find_damage(path, there) == ["state/params.w has 0 bytes, but the array has 16384"]
@@ -253,7 +253,7 @@ def test_a_run_of_another_version_is_refused_and_left_as_it_is(workdir: Path) ->
     body = json.loads((folder / "30" / files.MANIFEST).read_text())
     del body["digest"]
     body["format"] = 1
-    (folder / "30" / files.MANIFEST).write_text(json.dumps(body | {"digest": files._digest(body)}))
+    (folder / "30" / files.MANIFEST).write_text(json.dumps(body | {"digest": files.manifest_digest(body)}))
     before = folders.sizes(workdir)
     message = (
         r"30/manifest\.json has format 1: another version of jtrain wrote it, and this one reads format 2\."

@@ -112,13 +112,13 @@ def test_the_remains_of_a_killed_deletion_go_at_the_next_start(
     """Whatever is left when the manifest is gone, the mark that says why is left too."""
     save(workdir, 1, 2)
     folder = workdir / "checkpoints"
-    fs = folders._store(folder)
+    fs = folders.store_of(folder)
 
     rm_file = fs.rm_file
 
     def rm_two(path: str) -> None:
         """Removes the manifest and the mark; then the store no longer answers."""
-        if not path.endswith((files.MANIFEST, removal._DELETED)):
+        if not path.endswith((files.MANIFEST, removal.DELETED)):
             raise ConnectionError("killed")
         rm_file(path)
 
@@ -225,8 +225,8 @@ def test_training_does_not_wait_for_a_silent_store(monkeypatch: pytest.MonkeyPat
         checkpoints.prepare()
         store.answering.clear()
         checkpoints.save(10, state(10), {}, "")
-        assert checkpoints._task is not None
-        assert not checkpoints._task.ended
+        assert checkpoints.task is not None
+        assert not checkpoints.task.ended
         store.answering.set()
         checkpoints.close()
         assert checkpoints.steps() == (10,)

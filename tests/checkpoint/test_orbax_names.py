@@ -6,8 +6,6 @@ name.
 """
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jtrain.checkpoint import array_files, array_writer
+from tests.processes import program, run_together
 
 PRIVATE = (
     ("orbax.checkpoint._src.path.gcs_utils", "get_kvstore_for_gcs", ["ckpt_path"]),
@@ -24,19 +23,13 @@ PRIVATE = (
 """Module, function and parameters of what `orbax_io` replaces."""
 
 
-# In a new process: another test of this one may have taught Orbax already.
-SIGNATURES = """
-import importlib, inspect, json, sys
-for module, name, _ in json.loads(sys.argv[1]):
-    function = getattr(importlib.import_module(module), name, None)
-    print(json.dumps(None if function is None else list(inspect.signature(function).parameters)))
-"""
-
-
 def test_the_private_functions_of_orbax_are_as_orbax_io_replaces_them() -> None:
     """There, and called with the same arguments."""
-    command = [sys.executable, "-c", SIGNATURES, json.dumps(PRIVATE)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    # In a new process: another test of this one may have taught Orbax already.
+    names = [f"{module}:{name}" for module, name, _ in PRIVATE]
+    [ended] = run_together([program(__file__, "show_parameters", *names)], [{}])
+    assert ended.code == 0, ended.errors
+    lines = ended.output.splitlines()
     release = ocp.__version__
     for (module, name, parameters), line in zip(PRIVATE, lines, strict=True):
         found = json.loads(line)

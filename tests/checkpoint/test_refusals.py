@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.optim import AdamW, Muon
 from jtrain.step.state import TrainState
+from tests.processes import program, run_together
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -104,35 +104,6 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
         Checkpoints(Path("/proc/self"), CheckpointSpec()).prepare()
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import jax, numpy as np
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
-
-def state(rows):
-    return {"params": {"w": jax.numpy.asarray(np.random.default_rng(rows).standard_normal((rows, 1024)))}}
-
-checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=1))
-checkpoints.save(1, state(64), {"next": 1}, "")
-checkpoints.wait()
-limit = int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-for step in (2, 3):
-    try:
-        checkpoints.save(step, state(4096), {"next": step}, "")
-        checkpoints.wait()
-    except CheckpointError as error:
-        print(error)
-like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(64))
-got, data_state = checkpoints.restore(1, like)
-assert np.array_equal(got["params"]["w"], state(64)["params"]["w"]) and data_state == {"next": 1}
-checkpoints.save(4, state(64), {"next": 4}, "")
-checkpoints.close()
-print(sorted(path.name for path in checkpoints.folder.iterdir()))
-"""
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
     """Disk of 8 MiB; None if this user may not mount one."""
@@ -157,12 +128,11 @@ def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
     """
     on_disk = small_disk if full == "disk" else None
     limit = -1 if on_disk else 1 << 20
-    command = [sys.executable, "-c", FULL_DISK, str(on_disk or tmp_path), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "no tracebacks of the writing library"
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3, done.stdout
+    [ended] = run_together([program(__file__, "save_on_a_full_disk", on_disk or tmp_path, limit)], [{}])
+    assert ended.code == 0, ended.errors
+    assert ended.errors == "", "no tracebacks of the writing library"
+    lines = ended.output.splitlines()
+    assert len(lines) == 3, ended.output
     for step, line in zip((2, 3), lines, strict=False):
         assert f"cannot take the checkpoint of step {step} (" in line
         assert ("No space left on device" if on_disk else "File too large") in line

@@ -137,7 +137,7 @@ def test_without_memory_for_copies_all_is_written_before_the_next_step(
     def refuse(chunks: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host_copy, "_copies", refuse)
+    monkeypatch.setattr(host_copy, "copy_chunks", refuse)
     writers = Writers(1_000, monkeypatch)
     monkeypatch.setattr(host_copy, "SMALL_BYTES", small_bytes)
     state = make_state(["device"])

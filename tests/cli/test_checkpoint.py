@@ -13,6 +13,7 @@ import pytest
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.cli import checkpoint as verb
 from jtrain.step.state import TrainState
+from tests.cli.loaded import list_loaded
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -135,15 +136,9 @@ def test_a_directory_without_checkpoints_exits_2(tmp_path: Path, capsys: pytest.
 
 def test_the_verb_needs_neither_jax_nor_orbax(workdir: Path) -> None:
     """The verb answers at once; it runs as a command, and its exit code is checked."""
-    program = (
-        "import runpy, sys; sys.argv[1:] = ['verify', '--workdir', sys.argv[1]]\n"
-        "try:\n  runpy.run_module('jtrain.checkpoint', run_name='__main__', alter_sys=True)\n"
-        "except SystemExit as end: print(end.code, sorted({'jax', 'orbax', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(workdir)], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "0 []"
+    command = ["jtrain.checkpoint", "verify", "--workdir", str(workdir)]
+    loaded = list_loaded(("jax", "orbax", "numpy"), command)
+    assert (loaded.codes, loaded.packages) == ([0], [])
     command = [sys.executable, "-m", "jtrain.checkpoint", "show", "--workdir", str(workdir), "--step", "9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2

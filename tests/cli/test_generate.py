@@ -30,6 +30,7 @@ from jtrain.model.param import init_params, map_params
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.train.sampling import load, stream
+from tests.compilations import count_programs
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
@@ -129,8 +130,7 @@ def test_nothing_compiles_twice() -> None:
     """Prompts of other lengths with the same number of chunks, and other seeds, run the same two programs."""
 
     def num_programs() -> tuple[int, int]:
-        programs: Any = kv_cache_decode
-        return programs._read._cache_size(), programs._write._cache_size()
+        return count_programs(kv_cache_decode.read_prompt), count_programs(kv_cache_decode.write_tokens)
 
     model = Transformer(**SIZES)
     params, before = sharp_params(model), num_programs()

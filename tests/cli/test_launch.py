@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,15 @@ from jtrain.cli.run import run
 from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime.multihost import join_processes
 from jtrain.runtime.stores import check_workdir, default_workdir
+from tests.processes import program
 
 ROOT = Path(__file__).parents[2]
 
 
 def python(
-    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+    *arguments: str, cwd: Path = ROOT, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One process as a user starts it: without what conftest.py sets for this one."""
+    """One process as a user starts it: without what conftest.py sets here, or what `env` has as None."""
     dropped = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
     clean = {name: value for name, value in os.environ.items() if name not in dropped}
     clean["PYTHONPATH"] = os.pathsep.join(
@@ -32,7 +34,7 @@ def python(
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=clean | (env or {}),
+        env={name: value for name, value in {**clean, **(env or {})}.items() if value is not None},
         capture_output=True,
         text=True,
         check=False,
@@ -220,32 +222,20 @@ def test_an_exit_code_passes_and_ctrl_c_is_no_bug() -> None:
 
 # --- starting jax -----------------------------------------------------------------------------------------------
 
-START = """
-import os
-from jtrain.runtime import platform
-platform.start_jax(os.environ, emulate_devices={devices})
-import jax
-print(len(jax.devices()), jax.devices()[0].platform, jax.config.jax_compilation_cache_dir)
-"""
-
 
 def test_emulated_devices_are_there(tmp_path: Path) -> None:
     """Also where XLA_FLAGS says another number: the last one counts."""
     env = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     env["JAX_COMPILATION_CACHE_DIR"] = ""
-    done = python("-c", START.format(devices=3), env=env)
+    done = python(*program(__file__, "start_jax", 3)[1:], env=env)
     assert done.stdout.split()[:2] == ["3", "cpu"], done.stderr
 
 
 @pytest.mark.parametrize(("devices", "kept"), [(1, True), (2, False)])
 def test_programs_with_collectives_are_not_kept_on_cpus(devices: int, kept: bool, tmp_path: Path) -> None:
     """Read from the cache, XLA:CPU's run their collectives in any order, and stop each other."""
-    code = START.format(devices=devices) + (
-        "platform.compile_collectives_anew()\njax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: x @ x, "
-        "x))(jax.numpy.ones((99, 99))).block_until_ready()"
-    )
     names = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    done = python("-c", code, env=names)
+    done = python(*program(__file__, "start_jax", devices, "compile")[1:], env=names)
     assert done.returncode == 0, done.stderr
     assert any("lambda" in file.name for file in tmp_path.iterdir()) == kept
 
@@ -255,17 +245,17 @@ def test_without_an_accelerator_the_cpu_is_chosen_in_silence() -> None:
     """Though plugins for TPU and CUDA are installed ([aot]): they would look for hardware, at length, on
     stderr.
     """
-    done = python("-c", START.format(devices=None))
+    done = python(*program(__file__, "start_jax", 0)[1:])
     assert done.stdout.split()[:2] == ["1", "cpu"]
     assert done.stderr == ""
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
     """XDG_CACHE_HOME/jtrain/xla, unless JAX_COMPILATION_CACHE_DIR says another place."""
-    code = START.replace("import os", "import os; os.environ.pop('JAX_COMPILATION_CACHE_DIR')", 1)
-    done = python("-c", code.format(devices=1), env={"XDG_CACHE_HOME": str(tmp_path)})
+    start = program(__file__, "start_jax", 1)[1:]
+    done = python(*start, env={"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": None})
     assert done.stdout.split()[-1] == str(tmp_path / "jtrain" / "xla"), done.stderr
-    done = python("-c", START.format(devices=1), env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})
+    done = python(*start, env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})
     assert done.stdout.split()[-1] == str(tmp_path / "mine"), done.stderr
 
 
@@ -366,36 +356,15 @@ def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -
     assert re.findall(r"^ (\d) +[\d.]+ m?s", said, re.MULTILINE) == ["0", "1"]
 
 
-FAULTS = """
-import resource, statistics, sys
-from jtrain.cli import launch
-from jtrain.cli.run import run
-
-class Counting:
-    counts = []
-    def write(self, text):
-        if text.startswith("step "):
-            self.counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    def flush(self):
-        pass
-    def isatty(self):
-        return False
-
-out, sys.stdout = sys.stdout, Counting()
-settings = ["num_steps=16", "model.num_layers=1", "metrics.log_every_steps=1", "eval.every_steps=None"]
-code = launch.main(["--config=tiny", "--workdir", sys.argv[1], *(w for text in settings for w in ("--set", text))])
-print([b - a for a, b in zip(Counting.counts, Counting.counts[1:])], file=out)
-sys.exit(code)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_run_reuses_the_pages_of_the_step_before(tmp_path: Path) -> None:
     """Page faults of each step: 20,000 and more where the allocator is told after XLA's threads have
     begun.
     """
-    done = python("-c", FAULTS, str(tmp_path / "run"), env={"JAX_PLATFORMS": "cpu"})
+    done = python(
+        *program(__file__, "count_faults_of_steps", tmp_path / "run")[1:], env={"JAX_PLATFORMS": "cpu"}
+    )
     assert done.returncode == 0, done.stderr
     faults = json.loads(done.stdout)
     assert len(faults) == 15

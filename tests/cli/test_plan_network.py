@@ -3,10 +3,8 @@ mistake.
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from jtrain.cli.plan import main
 from jtrain.plan.fabric.hashing import expected_max_load
+from tests.cli.loaded import list_loaded
 
 type Output = Callable[..., str]
 
@@ -216,12 +215,10 @@ def test_hosts_under_one_leaf_have_no_collisions(output: Output, racks: Path) ->
 
 def test_tables_answer_without_jax() -> None:
     """In a process of its own, which must not import jax."""
-    code = (
-        "import sys\nfrom jtrain.cli.plan import main\nmain(['network', '--device', 'h100', '--count', "
-        "'8'])\nmain(['ecmp', '--flows', '8', '--links', '8'])\nassert 'jax' not in sys.modules"
+    commands = (
+        ["jtrain.plan", "network", "--device", "h100", "--count", "8"],
+        ["jtrain.plan", "ecmp", "--flows", "8", "--links", "8"],
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "NCCL chooses NVLS with Simple" in done.stdout
+    loaded = list_loaded(["jax"], *commands)
+    assert (loaded.codes, loaded.packages) == ([0, 0], [])
+    assert "NCCL chooses NVLS with Simple" in loaded.output

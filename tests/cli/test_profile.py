@@ -10,6 +10,7 @@ from jtrain.cli.profile import find, main
 from jtrain.profile.analysis import breakdown as breakdowns
 from jtrain.profile.analysis.records import Breakdown
 from jtrain.profile.report import profile_page
+from tests.cli.loaded import list_loaded
 from tests.cli.test_launch import python
 from tests.profile import example
 from tests.profile.traced import traced
@@ -211,11 +212,8 @@ def test_export_names_its_format(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_report_needs_no_jax(tmp_path: Path) -> None:
     left(tmp_path, 20, example.breakdown())
-    code = (
-        "import sys; from jtrain.cli.profile import main; main(['--workdir', sys.argv[1]]); print('jax' "
-        "in sys.modules)"
-    )
-    assert python("-c", code, str(tmp_path)).stdout.splitlines()[-1] == "False"
+    loaded = list_loaded(["jax"], ["jtrain.profile", "--workdir", str(tmp_path)])
+    assert (loaded.codes, loaded.packages) == ([0], [])
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from jtrain.cli.options import add_json, output_file
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import HardwareFault, UserError
+from tests.cli.loaded import list_loaded
+from tests.processes import program
 
 ROOT = Path(__file__).parents[2]
 VERBS: dict[str, Verb] = {
@@ -139,16 +141,10 @@ def test_every_command_names_the_nearest_option(
 
 def test_help_of_every_command_needs_neither_jax_nor_numpy(capsys: pytest.CaptureFixture[str]) -> None:
     """So that it answers at once (`jtrain bench startup` has the time)."""
-    code = (
-        "import contextlib, importlib, sys\n"
-        f"for name, word in {COMMANDS}:\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        importlib.import_module(f'jtrain.cli.{name}').main([word, '--help'] if word else ['--help'])\n"
-        "print({'jax', 'numpy', 'rich', 'fiddle'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("usage: ") == len(COMMANDS) > 25
-    assert done.stdout.splitlines()[-1] == "set()"
+    commands = [[f"jtrain.{name}", *([word] if word else []), "--help"] for name, word in COMMANDS]
+    loaded = list_loaded(("jax", "numpy", "rich", "fiddle"), *commands)
+    assert loaded.output.count("usage: ") == len(COMMANDS) > 25
+    assert loaded.packages == []
 
 
 def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
@@ -210,18 +206,12 @@ def test_messages_need_no_sources(compiled_only: Path, tmp_path: Path) -> None:
 
 def test_a_bug_stays_a_bug_without_sources(compiled_only: Path, tmp_path: Path) -> None:
     """A ValueError that is no UserError keeps its traceback, exit code 1."""
-    code = "import sys; from jtrain.cli.run import run; sys.exit(run(lambda: int('a word')))"
-    done = python(compiled_only, tmp_path, "-c", code)
+    done = python(compiled_only, tmp_path, *program(__file__, "fail", "bug")[1:])
     assert done.returncode == 1
     assert "ValueError: invalid literal" in done.stderr
 
 
 def test_faulty_hardware_has_a_code_of_its_own(compiled_only: Path, tmp_path: Path) -> None:
     """Supervisors replace the host on 76; the message stands alone on stderr."""
-    code = (
-        "import sys; from jtrain.errors import HardwareFault; from jtrain.cli.run import run\n"
-        "def main(): raise HardwareFault('device 3 of host a')\n"
-        "sys.exit(run(main))"
-    )
-    done = python(compiled_only, tmp_path, "-c", code)
+    done = python(compiled_only, tmp_path, *program(__file__, "fail", "hardware")[1:])
     assert (done.returncode, done.stderr) == (76, "error: device 3 of host a\n")

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,11 +28,12 @@ from jtrain.data.plane.data_plane import ProcessPlane
 from tests.data.conftest import assert_same_batch
 from tests.data.descriptors import descriptors
 from tests.data.four_sources import NAMES, PRODUCTION, assert_collated, digest, documents, spec
+from tests.processes import program
 
 
 def plane_of(batches: BatchIterator) -> ProcessPlane:
-    assert isinstance(batches._plane, ProcessPlane)
-    return batches._plane
+    assert isinstance(batches.plane, ProcessPlane)
+    return batches.plane
 
 
 def role(pid: int) -> str:
@@ -132,18 +132,11 @@ def test_whatever_is_killed_at_whatever_step_the_stream_is_the_same(folder: Path
 
 def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
     """This includes a loader that is stuck inside a read."""
-    code = (
-        "import json, sys\n"
-        "from jtrain.data import *\n"
-        "sources = {n: Source(path=f'{sys.argv[1]}/{n}.jsonl') for n in ('web', 'code')}\n"
-        "spec = PackedText(sources=sources, seq_len=64, global_batch=16, max_loaders=2, shadows=2)\n"
-        "batches = open_dataset(spec, seed=0).train_batches()\n"
-        "next(batches)\n"
-        "print(json.dumps(batches._plane.pids()), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        program(__file__, "train_until_killed", folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     pids = json.loads(process.stdout.readline())
@@ -181,49 +174,27 @@ def test_no_process_of_the_data_plane_can_import_jax(folder: Path) -> None:
             assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text(), role(pid)
 
 
-TRAP = """
-import os, signal, time
-import grain
-
-class Records:
-    def __len__(self):
-        return 200
-    def __getitem__(self, n):
-        if n == {at} and os.path.exists({armed!r}):
-            {act}
-        return f"document {{n}} " + "y" * 40
-    def __repr__(self):
-        return "records"
-
-def records():
-    return grain.MapDataset.source(Records())
-"""
-
-
 @pytest.fixture
 def trap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedText]:
     """Adds a fifth source in which reading one record hangs or kills its loader."""
 
     def make(act: str, **fields: Any) -> PackedText:
-        module = f"trap_{abs(hash((act, str(folder))))}"
         armed = folder / "armed"
-        (folder / f"{module}.py").write_text(TRAP.format(at=77, armed=str(armed), act=act))
-        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("TRAP", str(armed))
         plain = spec(folder, **fields)
-        sources = {**plain.sources, "trap": Source(path=f"{module}:records", format="grain", weight=5.0)}
+        sources = {
+            **plain.sources,
+            "trap": Source(path=f"tests.data.grain_sources:{act}", format="grain", weight=5.0),
+        }
         armed.touch()
         return spec(folder, sources=sources, eval_fraction=0.0, **fields)
 
     return make
 
 
-HANG = "time.sleep(3600)"
-DIE = "os.kill(os.getpid(), signal.SIGKILL)"
-
-
 @pytest.mark.parametrize(
     ("act", "timeout_s", "what"),
-    [(HANG, 2.0, "has not moved for 2 s"), (DIE, 60.0, "died")],
+    [("hanging", 2.0, "has not moved for 2 s"), ("killing", 60.0, "died")],
     ids=["hang", "die"],
 )
 def test_a_document_that_takes_its_loader_along_is_named(
@@ -242,7 +213,7 @@ def test_a_document_that_takes_its_loader_along_is_named(
 
 @pytest.mark.parametrize(
     ("act", "timeout_s"),
-    [pytest.param(HANG, 2.0, marks=pytest.mark.slow), (DIE, 60.0)],
+    [pytest.param("hanging", 2.0, marks=pytest.mark.slow), ("killing", 60.0)],
     ids=["hang", "die"],
 )
 def test_a_document_that_takes_its_loader_along_is_skipped_where_that_is_the_policy(
@@ -338,10 +309,10 @@ def test_a_loader_that_is_let_go_and_dies_at_the_same_time_leaves_nothing(folder
     )
     pool.request([RequestPart(2, np.arange(64))])
     pool.place({"loader-0": (0, 1, 2, 3)})
-    os.kill(pool._loaders["loader-1"].child.pid, signal.SIGKILL)
+    os.kill(pool.loaders["loader-1"].child.pid, signal.SIGKILL)
     found: list[ChunkRun] = []
     deadline = time.monotonic() + 120
-    while sum(len(run.numbers) for run in found) < 64 or "loader-1" in pool._loaders:
+    while sum(len(run.numbers) for run in found) < 64 or "loader-1" in pool.loaders:
         found += pool.collect()
         assert time.monotonic() < deadline
         time.sleep(0.01)

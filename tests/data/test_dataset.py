@@ -1,7 +1,5 @@
 import hashlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -17,6 +15,7 @@ from jtrain.data import BatchIterator, PackedText, Source, Staged, TextDataset, 
 from jtrain.data.constructor.context_order import context_order
 from jtrain.errors import FileError
 from jtrain.layout.dims import Batch
+from tests.processes import program, run_together
 
 
 def spec(path: Path | str | None, **fields: Any) -> PackedText:
@@ -85,16 +84,10 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others(
 def test_another_process_builds_the_same_batches(texts: list[str], tmp_path: Path) -> None:
     """The order does not depend on the hash seed, threads or clock of a process."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    code = (
-        f"import sys, hashlib; from jtrain.data import *\nspec = PackedText(path={str(tmp_path)!r}, "
-        "seq_len=16, global_batch=4, eval_fraction=0.1, balance=False)\nit = open_dataset(spec, "
-        "seed=3).train_batches(inline=True)\nprint(hashlib.sha256(b''.join(next(it).token_BL.tobytes() for _ "
-        "in range(20))).hexdigest())"
-    )
-    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    [ended] = run_together([program(__file__, "hash_batches", tmp_path)], [{}])
     iterator = open_dataset(spec(tmp_path), seed=3).train_batches()
     here = b"".join(np.asarray(batch.token_BL).tobytes() for batch in islice(iterator, 20))
-    assert there == hashlib.sha256(here).hexdigest() + "\n"
+    assert ended.output == hashlib.sha256(here).hexdigest() + "\n", ended.errors
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
@@ -285,12 +278,5 @@ def test_the_plan_lists_each_source_with_its_share(tmp_path: Path) -> None:
 
 def test_opening_the_standard_library_needs_neither_grain_nor_pyarrow() -> None:
     """Errors and the plan appear before the 0.9 s that an import of grain takes."""
-    code = (
-        "import sys; from jtrain.data import *\n"
-        "open_dataset(PackedText(path='stdlib', seq_len=256, global_batch=16), seed=0)\n"
-        "print([m for m in ('grain', 'pyarrow', 'tokenizers') if m in sys.modules])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        == "[]\n"
-    )
+    [ended] = run_together([program(__file__, "open_stdlib")], [{}])
+    assert ended.output == "[]\n", ended.errors

@@ -213,7 +213,7 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
             if step == 5:  # files that come while the run goes on are for the next start
                 write(folder, 70)
             if (victim := {10: "loader", 20: "constr", 40: "loader"}.get(step)) is not None:
-                pids = batches._plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
+                pids = batches.plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
                 os.kill(
                     next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()),
                     signal.SIGKILL,

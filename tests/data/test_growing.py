@@ -160,7 +160,7 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
         for step, (batch, expected) in enumerate(zip(batches, want, strict=False)):
             same_batch(batch, expected)
             if (victim := {150: "loader", 220: "constr"}.get(step)) is not None:
-                pids = batches._plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
+                pids = batches.plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
                 os.kill(
                     next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()),
                     signal.SIGKILL,

@@ -98,7 +98,7 @@ def test_each_token_knows_its_document(tmp_path: Path) -> None:
         for row, number, segment in zip(rows, numbers, segments, strict=True):
             for piece in range(1, segment.max() + 1):
                 [document] = set(number[segment == piece].tolist())
-                text = texts[int(held_out._documents.record[document])].encode()
+                text = texts[int(held_out.document_table.record[document])].encode()
                 assert row[segment == piece].astype(np.uint8).tobytes() in b"\0" + text + b"\0"
                 seen[document] = seen.get(document, 0) + int((segment == piece).sum())
     assert len(seen) == held_out.num_documents > 10

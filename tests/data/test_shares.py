@@ -123,12 +123,12 @@ def test_windows_hold_no_more_than_four_times_the_cache(parquet: Path, tmp_path:
     few, all_kept = (stream.read(numbers) for stream in streams)
     np.testing.assert_array_equal(few.ids, all_kept.ids)
     cache = shared_cache(900)
-    assert 0 < cache._held_bytes <= 4 * 900
+    assert 0 < cache.held_bytes <= 4 * 900
     again = cache.decoded
     streams[0].read(numbers)
     assert cache.decoded > again
     streams[0].close()
-    assert cache._held_bytes == 0
+    assert cache.held_bytes == 0
 
 
 @contextlib.contextmanager
@@ -192,8 +192,8 @@ def test_killed_loaders_change_nothing_of_shared_groups(parquet: Path, tmp_path:
 
         def kill(arrived: int) -> None:
             if arrived > len(stream) * (len(killed) + 1) / 7:
-                killed.append(random_kill.choice(list(pool._loaders)))
-                pool._loaders[killed[-1]].child.kill()  # it may be one that the pool has not missed yet
+                killed.append(random_kill.choice(list(pool.loaders)))
+                pool.loaders[killed[-1]].child.kill()  # it may be one that the pool has not missed yet
 
         found, _ = read_epoch(pool, len(stream), each=kill)
     assert found == by_number(numbers, stream.read(numbers))

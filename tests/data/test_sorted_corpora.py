@@ -169,7 +169,7 @@ def test_an_evaluation_draws_from_the_whole_corpus(texts: list[str], tmp_path: P
     spec = spec_of(write(tmp_path / "a.jsonl", texts), tmp_path / "cache", eval_batches=2)
     held_out = open_dataset(spec, seed=0, say=said.append).held_out()
     tokens = np.concatenate([batch.batch.token_BL for batch in held_out.batches()])
-    records = held_out._documents.record
+    records = held_out.document_table.record
     topics = {int(record >> 32) * TOPICS // len(held_out.streams[0].names) for record in records}
     assert len(topics) == TOPICS
     assert len(tokens) == 32

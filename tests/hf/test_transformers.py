@@ -19,24 +19,6 @@ from jtrain.hf.model_config import config_from_model
 
 NO_PEER = "PEER_TORCH_PYTHON names no Python with torch and transformers"
 
-SCRIPT = """
-import json, sys
-import numpy as np, torch
-from transformers import AutoModelForCausalLM
-
-folder, dtype, arrays, out = sys.argv[1:]
-loaded, report = AutoModelForCausalLM.from_pretrained(
-    folder, torch_dtype="auto", output_loading_info=True, attn_implementation="eager"
-)
-assert loaded.dtype == getattr(torch, dtype), loaded.dtype
-assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-tokens = torch.from_numpy(np.load(arrays)).long()
-with torch.no_grad():
-    np.save(out, loaded.float()(input_ids=tokens).logits.numpy())
-config = loaded.config
-print(json.dumps({"class": type(loaded).__name__, "bos": config.bos_token_id, "eos": config.eos_token_id}))
-"""
-
 
 def logits_of_transformers(
     python: str, folder: Path, dtype: str, tokens: np.ndarray
@@ -44,7 +26,7 @@ def logits_of_transformers(
     arrays, out = folder.parent / "tokens.npy", folder.parent / "logits.npy"
     np.save(arrays, tokens)
     done = subprocess.run(
-        [python, "-c", SCRIPT, str(folder), dtype, str(arrays), str(out)],
+        [python, Path(__file__).parent / "peers" / "logits.py", folder, dtype, arrays, out],
         capture_output=True,
         text=True,
         check=False,

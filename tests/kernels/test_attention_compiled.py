@@ -1,8 +1,6 @@
 """Attention compiled for chips that are not present: the program contains the kernel that was asked for."""
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ from jtrain_kernels import compat, cost, device, registry
 from jtrain_kernels.attention import tokamax
 from jtrain_kernels.attention.context import RowSplit, context_attention
 from tests.kernels.test_cost import CONFIGS, of_config
+from tests.processes import program, run_together
 
 pytestmark = pytest.mark.aot
 
@@ -107,12 +106,8 @@ def test_no_config_has_scores_in_memory(chip: str, config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_no_config_has_scores_in_memory_on_a_b200(config: str) -> None:
     """In a process of its own, because Mosaic compiles for one generation of GPUs per process."""
-    code = (
-        "from tests.kernels.test_attention_compiled import check_no_scores; check_no_scores('b200', "
-        f"'{config}')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    [ended] = run_together([program(__file__, "check_no_scores", "b200", config)], [{}])
+    assert ended.code == 0, ended.errors[-2000:]
 
 
 def test_tokamax_has_the_blocks_that_an_h100_ran_fastest() -> None:

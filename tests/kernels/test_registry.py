@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jtrain_kernels.examples import new_backend
 from jtrain_kernels.registry import Implementation, Op
 from jtrain_kernels.rms_norm.api import rms_norm
 from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.processes import program
 
 ROOT = Path(__file__).parents[2]
 H200, V5P = device.from_name("h200"), device.from_name("v5p")
@@ -206,21 +206,10 @@ def test_the_example_of_a_new_back_end_is_found_by_its_entry_point(tmp_path: Pat
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[jtrain_kernels]\nacme = jtrain_kernels.examples.new_backend\n")
-    code = """
-import jax.numpy as jnp
-from jtrain.bench import kernels
-from jtrain.bench.__main__ import bench
-from jtrain_kernels import device, registry
-from jtrain_kernels.rms_norm.api import rms_norm
-for name in ("acme1", "h200"):
-    bench(["kernels", "--explain", "rms_norm", "--device", name])
-with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
-    print(rms_norm(jnp.full((8, 4), 2.0), jnp.ones(4), 0.0)[0])
-"""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
     environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        program(__file__, "explain_acme"), env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "acme is taken with rows=64: the cost model predicts" in done.stdout

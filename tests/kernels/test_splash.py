@@ -71,7 +71,7 @@ def test_the_range_of_keys_that_tokamax_gets_is_the_mask(window: int | None) -> 
     """
     segment, other = jnp.asarray(SEGMENT), jnp.asarray(OTHER)
     for mask, keys in ((Mask(window=window), segment), (Mask(causal=False), other)):
-        first_B1L, end_B1L = tokamax._ranges(segment, keys, mask)
+        first_B1L, end_B1L = tokamax.key_ranges(segment, keys, mask)
         assert (end_B1L is None) == mask.causal
         key_M, query_L = np.arange(L), np.arange(L)
         got_LM = key_M >= np.asarray(first_B1L)[0, 0][:, None]

@@ -1,15 +1,13 @@
 """The test hosts are apart, and launch/local.sh on each of them is one run, or a refusal."""
 
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts, kind
-
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()"
+from tests.processes import program
 
 
 def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> None:
@@ -20,12 +18,11 @@ def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> Non
         return
     with hosts(2, tmp_path) as (first, second), socket.create_server(("127.0.0.1", 0)) as here:
         port = here.getsockname()[1]
-        assert first.start([sys.executable, "-c", CONNECT, "127.0.0.1", str(port)], environment()).end() == 1
-        serve = "import socket; s = socket.create_server(('', 7000)); print('up', flush=True); s.accept()"
-        server = first.start([sys.executable, "-c", serve], environment())
+        assert first.start(program(__file__, "connect", "127.0.0.1", port), environment()).end() == 1
+        server = first.start(program(__file__, "accept_one"), environment())
         server.wait_for(lambda: server.lines == ["up"])
-        assert second.start([sys.executable, "-c", CONNECT, "127.0.0.1", "7000"], environment()).end() == 1
-        assert second.start([sys.executable, "-c", CONNECT, first.name, "7000"], environment()).end() == 0
+        assert second.start(program(__file__, "connect", "127.0.0.1", 7000), environment()).end() == 1
+        assert second.start(program(__file__, "connect", first.name, 7000), environment()).end() == 0
         assert server.end() == 0
         assert first.start(["touch", str(first.disk / "mine")], environment()).end() == 0
         daemon = first.start(

@@ -1,10 +1,7 @@
 """Check of the nodes before a run: what it names, and exit codes by which a scheduler leaves a node out."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,8 @@ from jtrain.errors import UserError
 from jtrain.runtime import node_check
 from tests.launch.hosts import Running, environment
 from tests.ports import free_port
+from tests.processes import program, run_together
 from tests.small_disk import small_disk
-
-CLOCK_AHEAD = "import sys, time; now = time.time; time.time = lambda: now() + {ahead}\n"
-RUN = "from jtrain.cli import node_check; sys.exit(node_check.main(sys.argv[1:]))"
 
 
 def started(number: int, coordinator: str, *arguments: str, ahead_s: int = 0, **variables: str) -> Running:
@@ -30,9 +25,10 @@ def started(number: int, coordinator: str, *arguments: str, ahead_s: int = 0, **
         "JTRAIN_NUM_PROCESSES": "2",
         "JTRAIN_PROCESS_ID": str(number),
     }
-    code = CLOCK_AHEAD.format(ahead=ahead_s) + RUN
     return Running(
-        [sys.executable, "-c", code, *arguments], environment(**joined, **variables), cwd=Path.cwd()
+        program(__file__, "check_node", ahead_s, *arguments),
+        environment(**joined, **variables),
+        cwd=Path.cwd(),
     )
 
 
@@ -85,17 +81,10 @@ def test_a_wrong_sum_over_all_devices_is_the_networks(monkeypatch: pytest.Monkey
 
 def test_a_sum_that_does_not_end_is_ended() -> None:
     """With exit code 2 and the variables to look at, though the main thread never returns."""
-    code = (
-        "import time; from jtrain.runtime import node_check; node_check.all_reduce_fault = lambda: "
-        "time.sleep(600)\nnode_check.check_all_reduce(wait_s=0.1)"
-    )
-    environ = os.environ | environment()
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "a sum over all devices has not ended after 0.1 s" in done.stderr
-    assert "NCCL_SOCKET_IFNAME and NCCL_IB_HCA" in done.stderr
+    [ended] = run_together([program(__file__, "sum_without_end")], [environment()])
+    assert ended.code == 2
+    assert "a sum over all devices has not ended after 0.1 s" in ended.errors
+    assert "NCCL_SOCKET_IFNAME and NCCL_IB_HCA" in ended.errors
 
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from jtrain.step.pipeline_ticks import ticks_of
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.batches import adversarial_batch
+from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 
@@ -151,7 +152,7 @@ def trained(
     assert_copies_agree((state, metrics))
     last = logical(state.params)
     assert_a_rejected_step_changes_nothing(step, state, batch)
-    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
+    num_traces = count_programs(step)
     return Run(np.array(losses), first, last, gradient, scaling, hashes, nats_BL, num_traces)
 
 

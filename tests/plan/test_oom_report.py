@@ -3,22 +3,15 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import program
+
 ROOT = Path(__file__).parents[2]
 
-TRAIN = """
-import resource, sys
-from jtrain.cli import launch
-from jtrain.train import attempt, setup
-# As where nothing says what is there: whatever is free now, the run starts.
-setup.available_bytes = lambda devices: None
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-sys.exit(launch.main(sys.argv[2:]))
-"""
+
 SMALL = (
     "model.num_layers=1",
     "model.d_model=64",
@@ -32,14 +25,7 @@ def train(tmp_path: Path, limit_bytes: int, *sets: str) -> subprocess.CompletedP
     """`python -m jtrain.launch --config=tiny` in a process that may map so much memory: malloc fails above
     it.
     """
-    command = [
-        sys.executable,
-        "-c",
-        TRAIN,
-        str(limit_bytes),
-        "--config=tiny",
-        f"--workdir={tmp_path / 'run'}",
-    ]
+    command = program(__file__, "train_within", limit_bytes, "--config=tiny", f"--workdir={tmp_path / 'run'}")
     for one in (*SMALL, *sets):
         command += ["--set", one]
     # One device, not eight.

@@ -81,7 +81,7 @@ def test_of_many_that_take_it_at_once_one_gets_it(workdir: Path) -> None:
     assert sum(has_it) == 1
     newest = ObjectStore(workdir / "lease.json").read()
     assert newest.number == 1
-    assert newest.holder == rivals[has_it.index(True)]._holder
+    assert newest.holder == rivals[has_it.index(True)].holder
 
 
 @pytest.mark.usefixtures("impatient")
@@ -93,7 +93,7 @@ def test_a_holder_that_stood_still_learns_who_has_it(workdir: Path, monkeypatch:
     other.take(watching=quiet, taken_over=gone.append)
     assert "which has not touched it for" in gone[0]
     other.release()
-    with pytest.raises(LeaseLost, match=re.escape(f"taken over by {other._holder}")):
+    with pytest.raises(LeaseLost, match=re.escape(f"taken over by {other.holder}")):
         one.check()
     assert ObjectStore(workdir / "lease.json").read().number == 2
 
@@ -208,7 +208,7 @@ def test_an_object_that_was_removed_and_taken_by_another_is_the_others(
     (workdir / "lease.json").unlink()
     assert other.try_take()
     assert (one.number, other.number) == (1, 1)
-    with pytest.raises(LeaseLost, match=re.escape(f"taken over by {other._holder}")):
+    with pytest.raises(LeaseLost, match=re.escape(f"taken over by {other.holder}")):
         one.check(confirm=True)
     other.check(confirm=True)
 

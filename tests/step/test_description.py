@@ -44,9 +44,9 @@ from jtrain.step.description.labelled_sizes import (
 )
 from jtrain.step.description.part_jaxprs import METRICS, UPDATE, jaxpr_of
 from jtrain.step.description.saved_arrays import saving_class, trace_saved
-from jtrain.step.description.traced_parts import _trace_class, describe_jaxpr, forget_traces, trace_part
+from jtrain.step.description.traced_parts import describe_jaxpr, forget_traces, trace_class, trace_part
 from jtrain.step.description.traced_work import traced_work
-from jtrain.step.train_step import BATCH_SPEC, _local_gradients
+from jtrain.step.train_step import BATCH_SPEC, local_gradients
 from jtrain.step.zero import param_tree
 from tests.layouts import layout_from
 
@@ -78,7 +78,7 @@ def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
     shapes = param_tree(layout, lambda p: jax.ShapeDtypeStruct(p.info.shape, layout.precision.param_dtype))
     ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32)
     step = jax.shard_map(
-        lambda params, batch, step: _local_gradients(model, layout, params, {}, batch, step),
+        lambda params, batch, step: local_gradients(model, layout, params, {}, batch, step),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC, P()),
         out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(AXES)),
@@ -233,10 +233,10 @@ def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | N
     layout = layout_from(spec, mesh, model.param_infos())
     of = class_of("layers", model, layout, rows=ROWS, seq_len=LENGTH)
     assert of.few == (experts == 4)
-    found = _trace_class(of)
+    found = trace_class(of)
     want = describe_jaxpr(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
     assert dataclasses.replace(found, memory=want.memory) == want
-    assert found != _trace_class(input_keeping_class(of))
+    assert found != trace_class(input_keeping_class(of))
     # Of masks and of losses that nobody reads some are in one trace alone.
     values = label_values(of, model, layout, rows=ROWS, seq_len=LENGTH)
     passed, wanted = (
@@ -426,7 +426,7 @@ def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     [file] = tmp_path.iterdir()
     each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
     doubled = dataclasses.replace(found, collectives=tuple(each))
-    trace_cache._write(file, trace_cache._text(doubled))
+    trace_cache.write_trace(file, trace_cache.text_of(doubled))
     forget_traces()
     assert trace_part(of) == doubled
     monkeypatch.setattr(trace_cache, "folder", lambda: None)

@@ -34,6 +34,7 @@ from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.device import live
 from tests.batches import adversarial_batch
+from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 from tests.step.test_train_step import ADAMW, SIZES
@@ -84,7 +85,7 @@ def trained(mode: Any, axes: tuple[tuple[str, int], ...] = (), **fields: Any) ->
     scaling = jax.device_get(state.scaling)
     assert_a_rejected_step_changes_nothing(step, state, batch)
     gradient, first_scaling = first
-    return Trained(np.array(losses), gradient, first_scaling, scaling, step._cache_size())
+    return Trained(np.array(losses), gradient, first_scaling, scaling, count_programs(step))
 
 
 def assert_same_first_histories(got: Trained, want: Trained) -> None:

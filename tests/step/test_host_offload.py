@@ -32,6 +32,7 @@ from jtrain.step.host_offload import (
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.batches import adversarial_batch
+from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 
@@ -116,7 +117,7 @@ def trained(axes: dict[str, int], **fields: Any) -> Trained:
     assert_copies_agree(state)
     last = jax.tree.map(np.array, by_name(state))
     assert_a_rejected_step_changes_nothing(run.step, state, run.batch)
-    assert run.step._cache_size() == 1
+    assert count_programs(run.step) == 1
     assert losses[-1] < losses[0] - 0.1, "the loss must move, or equality proves nothing"
     return Trained(losses, first, last, kinds)
 
@@ -331,7 +332,7 @@ def test_a_checkpoint_does_not_know_what_was_offloaded(
     for _ in range(2):
         state, metrics = after.step(state, after.batch)
         losses.append(float(metrics["loss_nats"]))
-    assert after.step._cache_size() == 1
+    assert count_programs(after.step) == 1
     want = plain(tuple(axes.items()), **fields)
     assert losses == want.losses[2:]
     for name, x in by_name(state).items():

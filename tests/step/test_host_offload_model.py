@@ -27,7 +27,7 @@ from jtrain.optim import AdamW, build
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.job import Job
 from jtrain.step.host_offload import sharding
-from jtrain.step.train_step import BATCH_SPEC, _local_gradients
+from jtrain.step.train_step import BATCH_SPEC, local_gradients
 from jtrain.step.zero import param_tree, placement_of
 from tests.batches import adversarial_batch
 from tests.layouts import layout_from
@@ -64,7 +64,7 @@ def traced(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[A
     batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     run = jax.jit(
         jax.shard_map(
-            lambda params, batch: _local_gradients(model, lay, params, {}, batch, jnp.int32(0))[::2],
+            lambda params, batch: local_gradients(model, lay, params, {}, batch, jnp.int32(0))[::2],
             mesh=mesh,
             in_specs=(param_tree(lay, lambda p: p.param), BATCH_SPEC),
             out_specs=(param_tree(lay, lambda p: p.optimizer), P()),

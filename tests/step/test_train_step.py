@@ -23,6 +23,7 @@ from jtrain.optim import AdamW, Muon, build
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.batches import adversarial_batch
+from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.reference import loss_and_gradients, relative_errors
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
@@ -82,7 +83,7 @@ def trained(
     last = jax.device_get(state.params)
     assert_copies_agree((state, metrics))
     assert_a_rejected_step_changes_nothing(step, state, batch)
-    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    num_traces = count_programs(step)
     return Trained(np.array(losses), first, last, gradient, hashes, eval_nats_BL, num_traces)
 
 

@@ -110,13 +110,13 @@ def test_a_webhook_that_does_not_answer_delays_nothing(
             said: list[str] = []
             spec = AlertsSpec(webhook=f"http://127.0.0.1:{port}/x", repeat_minutes=0.0)
             alerts = Alerts(spec, tmp_path, say=said.append)
-            for step in range(module._QUEUE_LENGTH + 50):
+            for step in range(module.QUEUE_LENGTH + 50):
                 alerts.send("nan", step, "bad")
             alerts.close()
             lost = [line for line in said if line.startswith("warning")]
             assert (
                 lost[-1]
-                == f"warning: alerts.webhook at 127.0.0.1 did not get {module._QUEUE_LENGTH + 50} alerts"
+                == f"warning: alerts.webhook at 127.0.0.1 did not get {module.QUEUE_LENGTH + 50} alerts"
             )
             assert len(lost) <= 2
 

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jtrain.telemetry.goodput import (
     process_start_s,
     read_events,
 )
+from tests.processes import program, run_together
 
 
 class Clock:
@@ -202,27 +202,10 @@ def test_other_processes_than_the_first_write_nothing(tmp_path: Path, clock: Clo
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from jtrain.telemetry.goodput import Ledger
-ledger = Ledger(Path(sys.argv[1]), start_step=0, started_s=time.time())
-ledger.training()
-step = 0
-while True:
-    step += 1
-    time.sleep(0.002)
-    ledger.step_done(step)
-    if step % 5 == 0:
-        ledger.write(step)
-        print(step, flush=True)
-"""
-
-
 def test_sigkill_loses_at_most_one_log_interval(tmp_path: Path) -> None:
     """Whenever the kill comes, every written line is there and both files are valid."""
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        program(__file__, "keep_a_ledger", tmp_path), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for _ in range(20):
@@ -241,9 +224,8 @@ def test_sigkill_loses_at_most_one_log_interval(tmp_path: Path) -> None:
 
 def test_a_process_knows_when_it_began() -> None:
     """The start is exact to 0.01 s and before the interpreter's start, compared with the parent's clock."""
-    code = "from jtrain.telemetry.goodput import process_start_s; print(process_start_s())"
     before_s = time.time()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    began_s = float(done.stdout)
+    [ended] = run_together([program(__file__, "print_start")], [{}])
+    began_s = float(ended.output)
     assert before_s - 0.02 <= began_s <= time.time()
     assert process_start_s() < before_s

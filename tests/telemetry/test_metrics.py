@@ -10,7 +10,6 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from jtrain.telemetry.metrics import (
 )
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.run_progress import summary
+from tests.processes import program
 
 LINE = TrainLine(
     step=10,
@@ -162,24 +162,10 @@ def test_dropping_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-KILLED = """
-import dataclasses, io, json, sys
-from pathlib import Path
-from jtrain.telemetry.metrics import *
-from jtrain.telemetry.metrics_writer import Metrics
-metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=0, stream=io.StringIO())
-line, step = TrainLine(**json.loads(sys.argv[2])), 0
-while True:
-    step += 1
-    metrics.train(dataclasses.replace(line, step=step, loss_nats=1 / step))
-    print(step, flush=True)
-"""
-
-
 def test_sigkill_loses_no_completed_line(tmp_path: Path) -> None:
     """Whenever the kill comes, every line whose call returned is in metrics.jsonl and in the event file."""
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(dataclasses.asdict(LINE))],
+        program(__file__, "write_lines", tmp_path, json.dumps(dataclasses.asdict(LINE))),
         stdout=subprocess.PIPE,
         text=True,
     )

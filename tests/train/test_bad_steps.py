@@ -25,6 +25,7 @@ from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
 from jtrain.train import attempt, bad_steps
 from jtrain.train.bad_steps import BadNumbers, BadSteps
+from tests.compilations import count_programs
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ class Faults:
 def faults() -> Iterator[Faults]:
     """Plants faults in the update. One compiled step serves every run of this file."""
     planted = Faults()
-    begin, go_back, make = Optimizer.begin, BadSteps._go_back, attempt.make_train_step
+    begin, go_back, make = Optimizer.begin, BadSteps.go_back, attempt.make_train_step
     steps: dict[float | None, Any] = {}
 
     def begin_with_faults(self: Optimizer, grads: Any, step: Any, **named: Any) -> Any:
@@ -90,10 +91,10 @@ def faults() -> Iterator[Faults]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizer, "begin", begin_with_faults)
-        patch.setattr(BadSteps, "_go_back", go_back_noted)
+        patch.setattr(BadSteps, "go_back", go_back_noted)
         patch.setattr(attempt, "make_train_step", made_once)
         yield planted
-    assert [step._cache_size() for step in steps.values()] == [1] * len(steps), (
+    assert [count_programs(step) for step in steps.values()] == [1] * len(steps), (
         "one trace, whatever the guard does"
     )
 
@@ -203,11 +204,10 @@ def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Pa
 @pytest.mark.slow
 def test_a_disk_that_takes_nothing_hides_no_hardware_fault(faults: Faults, tmp_path: Path) -> None:
     """The same where the checkpoints have become read-only: the fault is said, and what is left to do."""
-    (tmp_path / "filler.py").write_text(READ_ONLY_AT_A_REWIND)
     sets = (
         "guard.on_bad=rollback",
         "checkpoint.every_steps=1",
-        f"callbacks=('{tmp_path / 'filler.py'}:Frozen',)",
+        "callbacks=('tests.train.disk_faults:ReadOnlyAtARewind',)",
     )
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         with pytest.raises(
@@ -215,20 +215,6 @@ def test_a_disk_that_takes_nothing_hides_no_hardware_fault(faults: Faults, tmp_p
         ):
             train(disk / "run", faults, {("norm", 6): math.nan}, *sets, transient=True)
         assert 5 in files.steps(disk / "run" / "checkpoints")
-
-
-READ_ONLY_AT_A_REWIND = """
-import subprocess
-from jtrain.train.callbacks import Callback
-
-class Frozen(Callback):
-    def on_start(self, context):
-        self.folder = str(context.workdir / "checkpoints")
-
-    def on_rewind(self, step):
-        for how in ("bind", "remount,bind,ro"):
-            subprocess.run(["mount", "-o", how, self.folder, self.folder], check=True)
-"""
 
 
 @pytest.mark.slow
@@ -243,29 +229,12 @@ def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path
     assert lines(tmp_path)[NUM_STEPS]["skipped_updates"] == 1
 
 
-FULL_FROM_1_TO_7 = """
-from jtrain.train.callbacks import Callback
-from tests.small_disk import fill
-
-class Filler(Callback):
-    def on_start(self, context):
-        self.disk = context.workdir.parent
-
-    def on_results(self, results):
-        if results.step == 1:
-            fill(self.disk)
-        if results.step == 7:
-            (self.disk / "filler").unlink()
-"""
-
-
 @pytest.mark.slow
 def test_a_full_disk_ends_no_run_that_has_a_bad_step_to_note(
     faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One warning; the entry is in the file once there is room."""
-    (tmp_path / "filler.py").write_text(FULL_FROM_1_TO_7)
-    full = (f"callbacks=('{tmp_path / 'filler.py'}:Filler',)", "checkpoint.every_steps=None")
+    full = ("callbacks=('tests.train.disk_faults:full_from_1_to_7',)", "checkpoint.every_steps=None")
     with small_disk(tmp_path / "disk", 32 << 10) as disk:
         assert train(disk / "run", faults, {("norm", 3): math.nan}, *full) == 0
         assert actions(disk / "run") == [("found", 3)]
@@ -274,39 +243,17 @@ def test_a_full_disk_ends_no_run_that_has_a_bad_step_to_note(
     assert f"{bad_steps.FILE} is written again: all records are in it" in said
 
 
-PLANTED = """
-import dataclasses, os, signal
-import jax.numpy as jnp
-from jtrain.optim import Optimizer
-from jtrain.train.callbacks import Callback
-
-begin = Optimizer.begin
-
-def begin_with_a_fault(self, *args, **kwargs):
-    update = begin(self, *args, **kwargs)
-    bad = jnp.where(update.step + 1 == 6, jnp.nan, update.learning_rate)
-    return dataclasses.replace(update, learning_rate=bad)
-
-Optimizer.begin = begin_with_a_fault
-
-class Planted(Callback):
-    rewinds = 0
-
-    def on_rewind(self, step):
-        self.rewinds += 1
-        if "KILL_AT" in os.environ and self.rewinds == int(os.environ["KILL_AT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_decide_alike_and_a_kill_in_between_changes_nothing(tmp_path: Path) -> None:
     """Real processes: an update that writes NaN is left out by both, also if all are killed after the
     verdict.
     """
-    planted = tmp_path / "planted.py"
-    planted.write_text(PLANTED)
-    sets = (*SETS, "mesh.data=2", "layout.zero_stage=3", f"callbacks=('{planted}:Planted',)")
+    sets = (
+        *SETS,
+        "mesh.data=2",
+        "layout.zero_stage=3",
+        "callbacks=('tests.train.process_faults:nan_at_step_6',)",
+    )
     flags = [part for text in sets for part in ("--set", text)]
 
     def launched(workdir: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -22,37 +22,14 @@ from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import goodput, metrics
 from jtrain.train import attempt
 from tests.ports import free_port
+from tests.processes import program
 from tests.small_disk import small_disk
-
-FILLER = """
-import os
-from pathlib import Path
-from jtrain.train.callbacks import Callback
-from tests.small_disk import fill
-
-class Filler(Callback):
-    def on_start(self, context):
-        self.disk = context.workdir.parent
-
-    def on_results(self, results):
-        if results.step == FILL_AT:
-            fill(self.disk)
-        if results.step == FREE_AT:
-            (self.disk / "filler").unlink()
-"""
 
 
 def train(workdir: Path, *sets: str) -> int:
     sets = ("mesh.data=8", "metrics.log_every_steps=1", "num_steps=9", *sets)
     config = load_config("tiny", ["debug"], sets)
     return attempt.train(build_run(config), workdir=workdir, config_text=tree.flat(config))
-
-
-def filler(folder: Path, *, fill_at: int, free_at: int) -> str:
-    (folder / "filler.py").write_text(
-        FILLER.replace("FILL_AT", str(fill_at)).replace("FREE_AT", str(free_at))
-    )
-    return f"callbacks=('{folder / 'filler.py'}:Filler',)"
 
 
 def steps(workdir: Path) -> list[int]:
@@ -72,7 +49,7 @@ def test_a_disk_full_between_saves_costs_nothing_once_it_has_room(
             workdir = disk / "run"
             alerts = f"alerts.file={tmp_path / 'alerts.jsonl'}"
             between = ("eval.every_steps=3", "checkpoint.every_steps=None")
-            full = filler(tmp_path, fill_at=2, free_at=8)
+            full = "callbacks=('tests.train.disk_faults:full_from_2_to_8',)"
             assert train(workdir, full, alerts, "alerts.disk_free_gib=0.001", *between) == 0
             assert steps(workdir) == list(range(1, 10))
             (attempt,) = goodput.read_events(workdir / goodput.EVENTS)
@@ -103,7 +80,7 @@ def test_a_disk_full_at_a_save_resumes_with_its_whole_history(tmp_path: Path) ->
     with small_disk(tmp_path / "disk", 32 << 10) as disk:
         workdir = disk / "run"
         try:
-            train(workdir, saves, filler(tmp_path, fill_at=3, free_at=99))
+            train(workdir, saves, "callbacks=('tests.train.disk_faults:full_from_3',)")
         except (UserError, OSError) as error:
             assert "No space left" in str(error) or "free on this disk" in str(error)  # noqa: PT017
         (disk / "filler").unlink()
@@ -127,31 +104,6 @@ def launched(tmp_path: Path) -> Iterator[list["subprocess.Popen[str]"]]:
         process.communicate()
 
 
-AS_ON = """
-import sys
-from jtrain.cli import launch
-from jtrain.runtime import lease
-machine = sys.argv.pop(1)
-lease.STALE_S, lease.WATCH_S = 3.0, 1.0
-if machine:
-    lease.this_machine = lambda: machine
-sys.exit(launch.main(sys.argv[1:]))
-"""
-
-
-STANDSTILL = """
-import os, signal
-from pathlib import Path
-from jtrain.train.callbacks import Callback
-
-class Standstill(Callback):
-    def on_step(self, dispatched):
-        if dispatched.step == 22 and not Path(__file__).with_suffix(".once").exists():
-            Path(__file__).with_suffix(".once").touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
 def launch(workdir: Path, num_steps: int, machine: str = "", **environment: str) -> "subprocess.Popen[str]":
     sets = (
         f"num_steps={num_steps}",
@@ -160,22 +112,21 @@ def launch(workdir: Path, num_steps: int, machine: str = "", **environment: str)
         "eval.every_steps=None",
     )
     sets += (f"mesh.data={environment.get('JTRAIN_NUM_PROCESSES', 1)}",)
-    if (standstill := workdir.parent / "standstill.py").exists():
-        sets += (f"callbacks=('{standstill}:Standstill',)",)
+    if "STOOD_STILL" in environment:
+        sets += ("callbacks=('tests.train.process_faults:StandstillAt22',)",)
     arguments = [text for one in sets for text in ("--set", one)]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            AS_ON,
+        program(
+            __file__,
+            "launch_on",
             machine,
             "--config=tiny",
             "--with=debug",
             "--workdir",
-            str(workdir),
+            workdir,
             *arguments,
-        ],
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -241,12 +192,12 @@ def test_a_run_that_lost_its_workdir_ends_without_a_trace_in_it(
     """
     workdir = tmp_path / "run"
     # From within, between two writes and not in the midst of one.
-    (tmp_path / "standstill.py").write_text(STANDSTILL)
-    first = launch(workdir, 60, machine="host one")
+    once = str(tmp_path / "stood_still")
+    first = launch(workdir, 60, machine="host one", STOOD_STILL=once)
     launched.append(first)
     _, status = os.waitpid(first.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
-    second = launch(workdir, 60, machine="host two")
+    second = launch(workdir, 60, machine="host two", STOOD_STILL=once)
     launched.append(second)
     output, error = second.communicate(timeout=600)
     assert second.returncode == 0, error

@@ -15,47 +15,15 @@ from jtrain.train import attempt
 
 ROOT = Path(__file__).parents[2]
 
-RECORDER = """
-import contextlib, json
-from jtrain.train.callbacks import Callback
 
-class Recorder(Callback):
-    def __enter__(self):
-        self.events = [["enter", 0]]
-        return self
-
-    def __exit__(self, kind, error, trace):
-        self.events.append(["exit", 0 if kind is None else 1])
-        with open("events.json", "w") as file:
-            json.dump(self.events, file)
-
-    def on_start(self, context):
-        self.events.append(["start", context.start_step])
-
-    @contextlib.contextmanager
-    def during(self, phase, step, arguments):
-        if phase != "device_wait":
-            self.events.append([phase, step])
-        yield
-
-    def on_results(self, results):
-        self.events.append(["results", results.step, float(results.values["loss_nats"])])
-        if results.step == STOP_AT:
-            raise RuntimeError("seen enough")
-
-    def on_step(self, dispatched):
-        self.events.append(["dispatched", dispatched.step])
-
-    def on_end(self):
-        self.events.append(["end", 0])
-"""
-
-
-def train(folder: Path, stop_at: int) -> list[list[object]]:
-    (folder / "mine.py").write_text(RECORDER.replace("STOP_AT", str(stop_at)))
+def train(folder: Path, callback: str) -> list[list[object]]:
     sets = ("num_steps=3", "mesh.data=8", "eval.every_steps=3", "checkpoint.every_steps=3")
-    run_config = load_config("tiny", ["debug"], [*sets, "callbacks=('mine.py:Recorder',)"])
-    ends = pytest.raises(RuntimeError, match="seen enough") if stop_at > 0 else contextlib.nullcontext()
+    run_config = load_config("tiny", ["debug"], [*sets, f"callbacks=('tests.train.recorder:{callback}',)"])
+    ends = (
+        pytest.raises(RuntimeError, match="seen enough")
+        if callback == "StopsAt2"
+        else contextlib.nullcontext()
+    )
     with ends:
         attempt.train(build_run(run_config), workdir=folder / "run", config_text=tree.flat(run_config))
     return json.loads((folder / "events.json").read_text())
@@ -66,7 +34,7 @@ def test_a_callback_sees_the_run_in_order(tmp_path: Path, monkeypatch: pytest.Mo
     logged.
     """
     monkeypatch.chdir(tmp_path)
-    events = train(tmp_path, stop_at=-1)
+    events = train(tmp_path, "Recorder")
     losses = {step: loss for name, step, *rest in events if name == "results" for loss in rest}
     lines = metrics.read(tmp_path / "run" / metrics.FILE)
     assert losses == {line["step"]: line["loss_nats"] for line in lines if "loss_nats" in line}
@@ -84,7 +52,7 @@ def test_a_callback_sees_the_run_in_order(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_a_callback_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every callback is left, told of the error; no on_end."""
     monkeypatch.chdir(tmp_path)
-    events = train(tmp_path, stop_at=2)
+    events = train(tmp_path, "StopsAt2")
     assert events[-1] == ["exit", 1]
     assert ["end", 0] not in events
     assert not (tmp_path / "run" / "checkpoints" / "3").exists()

@@ -75,7 +75,7 @@ class Autoscaler:
         self.max_loaders = max_loaders
         self.placement: Placement = {}
         size = len(self.names)
-        self._schedule, self._step_tokens, self._unit = schedule, step_tokens, unit
+        self.schedule, self._step_tokens, self._unit = schedule, step_tokens, unit
         self._next_loader = 0
         self._weight = np.zeros(size)  # planned weights: rise at once, fall after two windows
         self._recent_weight = np.zeros((2, size))  # largest weights of the previous and of the current window
@@ -95,7 +95,7 @@ class Autoscaler:
 
     def start(self, step: int) -> tuple[Placement, list[str]]:
         """Returns a placement before anything is measured, and the reason for it."""
-        self._weight = self._weights_ahead(step)
+        self._weight = self.weights_ahead_of(step)
         self._recent_weight[:] = self._weight
         self._replan(step, merge=False)
         num_weighted, total = np.count_nonzero(self._weight), len(self.names)
@@ -121,7 +121,7 @@ class Autoscaler:
         # Moving average over about 10 calls: one slow step must not move the look-ahead.
         self._step_s += 0.1 * (seconds / max(steps, 1) - self._step_s)
         self._window += steps, seconds, wait_s
-        weights_ahead = self._weights_ahead(step)
+        weights_ahead = self.weights_ahead_of(step)
         weight_rises = bool((weights_ahead > self._weight + 1e-9).any())
         # A rise acts at once: a loader takes START_S to be of use.
         self._weight = np.maximum(self._weight, weights_ahead)
@@ -157,12 +157,12 @@ class Autoscaler:
             )
         return cost_s * per_weight / step_s
 
-    def _weights_ahead(self, step: int) -> Float[np.ndarray, " sources"]:
+    def weights_ahead_of(self, step: int) -> Float[np.ndarray, " sources"]:
         """Returns each source's largest share from `step` until a loader started now would be ready."""
         num_steps = max(2, math.ceil(START_S / max(self._step_s, 1e-3)))
         # Sampled, as one weight look-up per step would cost more than it tells.
         steps = sorted({step + num_steps * i // _SCHEDULE_SAMPLES for i in range(_SCHEDULE_SAMPLES + 1)})
-        return np.max([self._schedule.weights(sampled_step, self.names) for sampled_step in steps], axis=0)
+        return np.max([self.schedule.weights(sampled_step, self.names) for sampled_step in steps], axis=0)
 
     def _replan(self, step: int, *, merge: bool) -> list[str]:
         """Repairs the placement with few moves; returns the decisions."""

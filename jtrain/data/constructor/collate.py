@@ -17,7 +17,7 @@ from jtrain.layout.constants import IGNORE
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 """Arrays of a batch, in their order in a slot of shared memory."""
 
-_BLOCK_TOKENS = 1 << 15
+BLOCK_TOKENS = 1 << 15
 """Tokens filled at a time, so that intermediate arrays stay in the CPU cache."""
 
 
@@ -169,7 +169,7 @@ def fill_by_numpy(out: Rows, pieces: Pieces, spans: Spans) -> None:
 
     tokens = num_rows * seq_len
     # A block is a number of whole rows, so no piece crosses its border.
-    block = max(1, _BLOCK_TOKENS // seq_len) * seq_len
+    block = max(1, BLOCK_TOKENS // seq_len) * seq_len
     borders = np.searchsorted(ends, np.arange(0, tokens + block, block), side="right").tolist()
     # One arange serves the positions of every block.
     counting = np.arange(min(block, tokens), dtype=np.int32)

@@ -17,7 +17,7 @@ from jtrain.runtime.platform import resident_bytes
 _MEMORY_EVERY_S = 1.0
 """Seconds for which the memory that `states` reports is not asked for again."""
 
-_SPARE_DESCRIPTORS = 256
+SPARE_DESCRIPTORS = 256
 """Descriptors that are left for everything else, where an open prepared index takes up to three."""
 
 
@@ -34,7 +34,7 @@ class InlinePool:
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
         prepared_sources = [source for source, setup in enumerate(setups) if setup.prepared is not None]
         # Counted before any index is opened: too many would leave no descriptors for sockets and checkpoints.
-        if 3 * len(prepared_sources) + _SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        if 3 * len(prepared_sources) + SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             loader = SourceLoader(setups)
             mapped_sources = {source for source in prepared_sources if loader.documents(source).can_map_ids}
             setups = tuple(

@@ -76,7 +76,7 @@ class ProcessPool:
         self._forkserver = forkserver
         self._observe = observe
         self._read_timeout_s = read_timeout_s
-        self._loaders: dict[str, LoaderProcess] = {}
+        self.loaders: dict[str, LoaderProcess] = {}
         self._placed_sources: set[int] = set()
         self._number = itertools.count()
         self._urgent_requests: collections.deque[Request] = collections.deque()
@@ -93,11 +93,11 @@ class ProcessPool:
         self._send_requests()
 
     def connections(self) -> list[Connection]:
-        return [loader.child.connection for loader in [*self._loaders.values(), *self._standbys]]
+        return [loader.child.connection for loader in [*self.loaders.values(), *self._standbys]]
 
     def collect(self) -> list[ChunkRun]:
         runs: list[ChunkRun] = []
-        for loader in list(self._loaders.values()):
+        for loader in list(self.loaders.values()):
             try:
                 # Before the answers: the loader can reuse the memory for the requests that it still holds.
                 if loader.freed:
@@ -120,7 +120,7 @@ class ProcessPool:
                     continue
             if loader.is_retiring and not loader.in_flight:
                 self._end(loader)
-                del self._loaders[loader.name]
+                del self.loaders[loader.name]
         for i, standby in enumerate(self._standbys):
             if standby.child.connection.poll():  # a standby sends nothing, so this is its end
                 self._end(standby)
@@ -135,7 +135,7 @@ class ProcessPool:
 
     def states(self) -> list[LoaderState]:
         states = []
-        for loader in self._loaders.values():
+        for loader in self.loaders.values():
             header = loader.shared.header
             unsent = (*self._urgent_requests, *self._normal_requests)
             queued = len(loader.in_flight) + sum(
@@ -148,14 +148,14 @@ class ProcessPool:
         return states
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        for name, loader in self._loaders.items():
+        for name, loader in self.loaders.items():
             loader.is_retiring = name not in placement
             if loader.is_retiring:
                 loader.sources = set()
         for name, sources in placement.items():
-            if name not in self._loaders:
-                self._loaders[name] = self._start(name)
-            loader = self._loaders[name]
+            if name not in self.loaders:
+                self.loaders[name] = self._start(name)
+            loader = self.loaders[name]
             # Open sources hold indexes and decoded row groups, which count as memory of the loader.
             for closed_source in loader.opened - set(sources):
                 with contextlib.suppress(ConnectionError):  # it has died: the next collect notices
@@ -167,9 +167,9 @@ class ProcessPool:
         self._send_requests()
 
     def close(self) -> None:
-        for loader in [*self._loaders.values(), *self._standbys]:
+        for loader in [*self.loaders.values(), *self._standbys]:
             self._end(loader)
-        self._loaders, self._standbys = {}, []
+        self.loaders, self._standbys = {}, []
 
     def _start(self, name: str) -> LoaderProcess:
         shared = SharedMemory.create(SHARED_BYTES)
@@ -186,7 +186,7 @@ class ProcessPool:
         requests: list[Request] = []
         by_loader: dict[str, Request] = {}
         for part in parts:
-            names = [loader.name for loader in self._loaders.values() if part.source in loader.sources]
+            names = [loader.name for loader in self.loaders.values() if part.source in loader.sources]
             # Only parts of grouped sources are shared out; the first free loader takes another one whole.
             if not names or (len(names) > 1 and not self._setups[part.source].grouped):
                 requests.append(Request([part], None))
@@ -201,7 +201,7 @@ class ProcessPool:
     def _send_requests(self) -> None:
         """Sends the requests for which there is a loader with room, the urgent ones first."""
         # `collect` calls this every time; without room the queues need no walk.
-        if all(len(loader.in_flight) >= IN_FLIGHT for loader in self._loaders.values()):
+        if all(len(loader.in_flight) >= IN_FLIGHT for loader in self.loaders.values()):
             return
         for queue in (self._urgent_requests, self._normal_requests):
             # Each request once: those without a loader rotate to the end, in their order.
@@ -221,13 +221,13 @@ class ProcessPool:
 
     def _loader_for(self, request: Request) -> LoaderProcess | None:
         """Returns a loader with room that answers a request; None if there is none now."""
-        if request.loader in self._loaders:
-            candidates = [self._loaders[request.loader]]
+        if request.loader in self.loaders:
+            candidates = [self.loaders[request.loader]]
         else:
             source = request.parts[0].source
             candidates = [
                 loader
-                for loader in self._loaders.values()
+                for loader in self.loaders.values()
                 if source in loader.sources or source not in self._placed_sources
             ]
         return next(
@@ -292,7 +292,7 @@ class ProcessPool:
             loader, cause, activity, opening=source if state == OPENING else None, reading=state != IDLE
         )
         # Loaders that die one after another at different places: the machine or the setup is at fault.
-        if self._losses_in_a_row > 5 + len(self._loaders):
+        if self._losses_in_a_row > 5 + len(self.loaders):
             raise DataError(
                 f"{self._losses_in_a_row} loaders were lost in a row, the last {activity}: it {cause}. See "
                 "stderr."
@@ -306,7 +306,7 @@ class ProcessPool:
             loader.sources,
             loader.is_retiring,
         )
-        self._loaders[loader.name] = successor
+        self.loaders[loader.name] = successor
         if successor_name.startswith("standby"):
             self._standbys.append(self._start(successor_name))
         milliseconds = (time.perf_counter() - begun_s) * 1e3

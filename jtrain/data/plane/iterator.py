@@ -30,7 +30,7 @@ class BatchIterator:
         names: tuple[str, ...],
         changes: list[str],
     ) -> None:
-        self._plane = plane
+        self.plane = plane
         self._identity = identity
         self._names = names
         self._messages = changes
@@ -42,7 +42,7 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        delivered: Delivered = self._plane.take()
+        delivered: Delivered = self.plane.take()
         # The state moves with the batch: saving it now means this batch counts as used.
         self._state, self.stats, self.plan = delivered.state, delivered.stats, delivered.plan
         return Batch(**delivered.arrays)
@@ -63,11 +63,11 @@ class BatchIterator:
     def take_messages(self) -> list[str]:
         """Returns the log lines since the last call."""
         messages, self._messages = self._messages, []
-        return messages + self._plane.take_messages()
+        return messages + self.plane.take_messages()
 
     def close(self) -> None:
         """Ends every process and thread of the data plane. May be called twice."""
-        self._plane.close()
+        self.plane.close()
 
     def __enter__(self) -> "BatchIterator":
         return self

@@ -43,7 +43,7 @@ from jtrain.runtime.atomic_io import write_whole
 
 _RUNS = "runs"
 _APPENDED = (index_format.LENGTHS, index_format.SHARDS, _RUNS)
-_SAVE_S = 10.0
+SAVE_S = 10.0
 _ROWS_AT_ONCE = 1 << 20
 
 
@@ -129,7 +129,7 @@ class _Adoption:
         self._tokenizer = tokenizer
         self._command = command
         self._stream = stream
-        with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(count_threads()) as pool:
             sizes_and_edges = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
         self._sizes = [size for size, _ in sizes_and_edges]
         self._edges = [edges for _, edges in sizes_and_edges]
@@ -219,10 +219,10 @@ class _Adoption:
             for part in self._scan_parts(files, tokenizer):
                 open_tokens = self._append(part, open_tokens, outputs)
                 done_bytes += self._sizes[part.file] if part.last else 0
-                if part.last and time.monotonic() - last_save_s >= _SAVE_S:
+                if part.last and time.monotonic() - last_save_s >= SAVE_S:
                     last_save_s = time.monotonic()
                     self._save(outputs)
-                if time.monotonic() - last_line_s >= _SAVE_S:
+                if time.monotonic() - last_line_s >= SAVE_S:
                     last_line_s = time.monotonic()
                     self._say(
                         f"{done_bytes / 2**30:,.1f} of {total_bytes / 2**30:,.1f} GiB, {state['tokens']:,} "
@@ -239,12 +239,12 @@ class _Adoption:
         """Yields the parts in order, while threads scan a few ahead."""
         # A generator: a data set may have millions of parts, of which a few are under way.
         parts = ((file, part) for file in files for part in range(self._layout.files[file].num_parts()))
-        with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(count_threads()) as pool:
             futures = collections.deque[concurrent.futures.Future[_ScannedPart]]()
             try:
                 while True:
                     # Twice the threads under way, so that none waits while the first result is appended.
-                    for file, part in itertools.islice(parts, 2 * _threads() - len(futures)):
+                    for file, part in itertools.islice(parts, 2 * count_threads() - len(futures)):
                         futures.append(pool.submit(self._scan_part, file, part, tokenizer))
                     if not futures:
                         return
@@ -401,6 +401,7 @@ def _write_places(runs: Path, places: Path, tokens: int) -> None:
                 file.write(np.asarray([tokens], "<i8").tobytes())
 
 
-def _threads() -> int:
+def count_threads() -> int:
+    """Returns how many threads read files."""
     # Cores that this process may use, not all of the machine's.
     return len(os.sched_getaffinity(0))

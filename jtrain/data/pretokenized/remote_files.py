@@ -22,10 +22,10 @@ PAGE_BYTES = 1 << 18
 """Bytes per page of a table: 65,536 lengths. A request of this size takes hardly longer than one of a few
 bytes."""
 
-_GAP_BYTES = 1 << 16
+GAP_BYTES = 1 << 16
 """Spans closer than this are fetched by one request: 64 KiB take less time than a round trip."""
 
-_REQUEST_BYTES = 1 << 23
+REQUEST_BYTES = 1 << 23
 _REQUESTS = 32
 """Requests under way at a time, for each call."""
 
@@ -108,7 +108,7 @@ class RemoteFiles:
         # Spans may overlap: an earlier one may end behind a later one.
         max_end = np.maximum.accumulate(end)
         # A span further than the gap from all before it begins a new range.
-        is_new_range = np.append(True, first[1:] > max_end[:-1] + _GAP_BYTES)
+        is_new_range = np.append(True, first[1:] > max_end[:-1] + GAP_BYTES)
         begins, ends = (
             first[is_new_range],
             max_end[np.append(np.flatnonzero(is_new_range)[1:] - 1, len(order) - 1)],
@@ -127,9 +127,9 @@ class RemoteFiles:
     def _fetch(self, name: str, begins: list[int], ends: list[int]) -> list[UInt8[np.ndarray, " bytes"]]:
         """Returns the bytes of each range, fetched in parts of at most 8 MiB; failed parts are repeated."""
         parts = [
-            (range_number, start, min(start + _REQUEST_BYTES, end))
+            (range_number, start, min(start + REQUEST_BYTES, end))
             for range_number, (begin, end) in enumerate(zip(begins, ends, strict=True))
-            for start in range(begin, end, _REQUEST_BYTES)
+            for start in range(begin, end, REQUEST_BYTES)
         ]
         contents = [np.empty(end - begin, np.uint8) for begin, end in zip(begins, ends, strict=True)]
         label = f"{self.location}/{name}"

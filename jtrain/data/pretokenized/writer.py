@@ -312,7 +312,7 @@ class IndexWriter:
         ids_end = files[index_format.IDS].tell()
         with open(path, "rb") as ids:
             # The next append overwrites what was copied.
-            if _copy(ids, files[index_format.IDS], ids_bytes) != summary.ids:
+            if copy_hashed(ids, files[index_format.IDS], ids_bytes) != summary.ids:
                 files[index_format.IDS].seek(ids_end)
                 return None
         files[index_format.LENGTHS].write(lengths)
@@ -380,7 +380,7 @@ def summary_of(index: PreparedIndex, name: str, state: Literal["made", "there"])
     )
 
 
-def _copy(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> str:
+def copy_hashed(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> str:
     """Copies bytes; returns their hash."""
     ids_hash = hashlib.blake2b(digest_size=16)
     while size:

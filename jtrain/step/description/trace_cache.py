@@ -50,7 +50,7 @@ def cached_trace[K: Hashable, T](
     new_trace = _without_collections(trace, layout_class)
     with contextlib.suppress(OSError):  # a full disk, or no home: the next process traces again
         trace_folder.mkdir(parents=True, exist_ok=True)
-        _write(file, _text(new_trace))
+        write_trace(file, text_of(new_trace))
     return new_trace
 
 
@@ -65,11 +65,12 @@ def _without_collections[K, T](trace: Callable[[K], T], layout_class: K) -> T:
             gc.enable()
 
 
-def _text(trace: Any) -> str:
+def text_of(trace: Any) -> str:
+    """Returns a trace as JSON."""
     return json.dumps(dataclasses.asdict(trace))
 
 
-def _write(file: Path, text: str) -> None:
+def write_trace(file: Path, text: str) -> None:
     """Writes a file that other processes may write at the same time: each has a new one of its own and
     renames it.
     """

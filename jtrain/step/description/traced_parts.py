@@ -79,7 +79,7 @@ class PartTrace:
 @functools.cache
 def trace_part(layout_class: LayoutClass) -> PartTrace:
     """The trace of one part of the step, in a class of layouts."""
-    return cached_trace(layout_class, _trace_class, _part_from_json)
+    return cached_trace(layout_class, trace_class, _part_from_json)
 
 
 def _part_from_json(
@@ -116,7 +116,8 @@ def forget_traces() -> None:
     jaxpr_of.cache_clear()
 
 
-def _trace_class(layout_class: LayoutClass) -> PartTrace:
+def trace_class(layout_class: LayoutClass) -> PartTrace:
+    """Returns the trace of a class of parts, made anew."""
     if layout_class.part != "layers":
         return describe_jaxpr(layout_class, jaxpr_of(layout_class))
     names = None if layout_class.spec.remat == "none" else layout_class.spec.remat_save

@@ -125,7 +125,7 @@ def forward(
     )
     batched_kernel: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
     arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH)
-    y_BLNH, (top_BNL, total_BNL) = batched_kernel(*arrays, *_ranges(segment_BL, segment_BM, mask))
+    y_BLNH, (top_BNL, total_BNL) = batched_kernel(*arrays, *key_ranges(segment_BL, segment_BM, mask))
     # The kernel returns the largest score and the sum of exponentials; their log-partition is one number.
     return cut_heads(H, y_BLNH)[0], top_BNL + jnp.log(total_BNL)
 
@@ -172,7 +172,7 @@ def backward(
         return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]
 
     arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH, y_BLNH, dy_BLNH)
-    dq, dk, dv = jax.vmap(backward_of_row)(*arrays, lse_BNL, *_ranges(segment_BL, segment_BM, mask))
+    dq, dk, dv = jax.vmap(backward_of_row)(*arrays, lse_BNL, *key_ranges(segment_BL, segment_BM, mask))
     dq, dk, dv = cut_heads(H, dq, dk, dv)
     return dq, dk, dv
 
@@ -207,7 +207,7 @@ def _backward_kernel(capability: int, **blocks_and_stages: int) -> Any:
     return functools.partial(sm90.flash_attention_vjp_kernel, config=sm90.Config(**blocks_and_stages))
 
 
-def _ranges(
+def key_ranges(
     segment_BL: Array, segment_BM: Array, mask: Mask
 ) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"] | None]:
     """First key of each query's segment and window, and the one after the last; equal without a key.

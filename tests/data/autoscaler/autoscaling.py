@@ -31,7 +31,7 @@ def windows(policy: Autoscaler, count: int, loaders: Sequence[float], *, wait: f
     wait: share of the time that the trainer waits.
     """
     lines = []
-    weights = policy._schedule.weights(0, policy.names).tolist()
+    weights = policy.schedule.weights(0, policy.names).tolist()
     for _ in range(count):
         for source, (busy, weight) in enumerate(zip(loaders, weights, strict=False)):
             tokens = round(STEPS * STEP_TOKENS * weight)

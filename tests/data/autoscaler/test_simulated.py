@@ -176,7 +176,7 @@ def test_a_weight_that_the_schedule_raises_has_its_loaders_before_the_step(
 
     if not ahead:
         monkeypatch.setattr(
-            policy.Autoscaler, "_weights_ahead", lambda self, step: np.array(weights(step), float)
+            policy.Autoscaler, "weights_ahead_of", lambda self, step: np.array(weights(step), float)
         )
     simulation = Simulation([40e-3, 2e-3, 2e-3], weights, documents=200)
     simulation.run(55)

@@ -57,7 +57,7 @@ def assert_collated(layout: list[list[int]], seq_len: int) -> None:
 def test_rows_are_what_the_plan_says(layout: list[list[int]], spare: int, block: int) -> None:
     """However many rows are filled at a time: one, some, or all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collate, "_BLOCK_TOKENS", block)
+        patch.setattr(collate, "BLOCK_TOKENS", block)
         assert_collated(layout, max(2, max(sum(r) for r in layout) + spare))
 
 
@@ -71,7 +71,7 @@ def test_batches_of_production_size_are_what_the_plan_says(rows: int, seq_len: i
     kinds = ([], [seq_len], [1] * 300)
     others = [np.diff(np.unique(rng.integers(1, seq_len, 40)), prepend=0).tolist() for _ in range(rows)]
     layout = [kinds[row % 5] if row % 5 < 3 else others[row] for row in range(rows)]
-    assert rows * seq_len > 2 * collate._BLOCK_TOKENS
+    assert rows * seq_len > 2 * collate.BLOCK_TOKENS
     assert_collated(layout, seq_len)
 
 

@@ -162,7 +162,7 @@ def _manifest(files: list[bytes], folder: Path) -> None:
 
     try:  # the digest that a hostile file would have as well
         body = json.loads(files[0])
-        body["digest"] = checkpoint_files._digest(
+        body["digest"] = checkpoint_files.manifest_digest(
             {key: value for key, value in body.items() if key != "digest"}
         )
         content = json.dumps(body).encode()

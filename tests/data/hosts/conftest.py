@@ -74,8 +74,8 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def pids_of(batches: BatchIterator, role: str) -> list[int]:
-    assert isinstance(batches._plane, ProcessPlane)
-    found = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in batches._plane.pids()]
+    assert isinstance(batches.plane, ProcessPlane)
+    found = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in batches.plane.pids()]
     return [pid for pid, name in found if name.startswith(role)]
 
 

@@ -191,9 +191,9 @@ def test_a_stranger_is_not_listened_to(folder: Path, start: Start) -> None:
     """A program that does not know the run's token gets a nonce and nothing else, and disturbs nobody."""
     dataset = open_dataset(spec(folder), seed=0)
     hosts = start([dataset] * 2)
-    assert isinstance(hosts[0]._plane, ProcessPlane)
-    assert hosts[0]._plane._listening is not None
-    address = hosts[0]._plane._listening.getsockname()
+    assert isinstance(hosts[0].plane, ProcessPlane)
+    assert hosts[0].plane._listening is not None
+    address = hosts[0].plane._listening.getsockname()
     next(hosts[0])
     with socket.create_connection(address, timeout=300) as stranger:
         assert len(stranger.recv(64)) == 32

@@ -1,6 +1,5 @@
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,7 @@ import pytest
 from jtrain.data import PackedText, open_dataset, put_batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from tests.ports import free_port
-
-WORKER = """
-import json, sys
-process, port, path, cases = int(sys.argv[1]), *sys.argv[2:4], json.loads(sys.argv[4])
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"localhost:{port}", 2, process)
-from jtrain.data import PackedText, open_dataset, place_tree, put_batch, share_batch
-from jtrain.layout.mesh import MeshSpec, make_mesh
-for axes, global_batch in cases:
-    spec = PackedText(path=path, seq_len=16, global_batch=global_batch, eval_fraction=0.1)
-    mesh = make_mesh(MeshSpec(**axes), jax.devices())
-    place = place_tree(mesh, global_batch)
-    rows = place.rows(process)
-    with open_dataset(spec, seed=1).train_batches(rows=rows) as iterator:
-        for _ in range(3):
-            host = next(iterator)
-        assert host.token_BL.shape == (len(rows), 16), host.token_BL.shape
-        batch = jax.block_until_ready(share_batch(put_batch(host, mesh, place), mesh))
-    blocks = [
-        [[[part.start or 0, part.stop or size] for part, size in zip(s.index, (global_batch, 16))], s.data.tolist()]
-        for s in batch.token_BL.addressable_shards
-    ]
-    print(json.dumps({"rows": rows.tolist(), "blocks": blocks}))
-"""
-
+from tests.processes import program
 
 HALVES = ([0, 1, 2, 3], [4, 5, 6, 7])
 CASES: list[tuple[dict[str, int], tuple[list[int], list[int]], tuple[int, int], int]] = [
@@ -67,11 +40,11 @@ def said(
     cases = json.dumps([(axes, global_batch_of(axes, block)) for axes, _, block, _ in CASES])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(i), str(port), str(folder), cases],
+            program(__file__, "fetch_rows", number, port, folder, cases),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for i in range(2)
+        for number in range(2)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

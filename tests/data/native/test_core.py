@@ -1,8 +1,6 @@
 """The C core and NumPy give the same bits, and a library that is not of this source is refused."""
 
 import ctypes
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from jtrain.data.native.library import LIBRARY, load
 from jtrain.data.planner import packing
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.sources import shuffle
+from tests.processes import program, run_together
 
 ROOT = Path(__file__).parents[3]
 
@@ -178,10 +177,7 @@ def test_without_a_compiler_the_build_says_why_and_leaves_the_library(
 
 def test_the_core_is_no_module_that_a_loader_pays_for() -> None:
     """The library takes less than 0.1 MB of a process, and no package beside NumPy."""
-    program = "import sys, jtrain.data.native.library as l; print(l.core_line(), 'jax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.endswith("False\n")
+    [ended] = run_together([program(__file__, "loaded_by", "jtrain.data.native.library", "jax")], [{}])
+    assert ended.output == "[]\n", ended.errors
     if LIBRARY.is_file():
         assert LIBRARY.stat().st_size < 100_000

@@ -199,8 +199,8 @@ def test_an_interrupted_call_goes_on_after_the_files_it_has_scanned(
 ) -> None:
     for i in range(20):
         write.write_raw(tmp_path / f"{i:02}.bin", documents[i : i + 3])
-    monkeypatch.setattr(adopting, "_SAVE_S", 0.0)
-    monkeypatch.setattr(adopting, "_threads", lambda: 1)
+    monkeypatch.setattr(adopting, "SAVE_S", 0.0)
+    monkeypatch.setattr(adopting, "count_threads", lambda: 1)
     scan, scanned = dense.SplitFile.scan, []
 
     def failing(self: dense.SplitFile, part: int) -> foreign_file.PartContent:

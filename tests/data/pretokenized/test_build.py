@@ -276,18 +276,10 @@ def test_workers_have_no_jax_and_one_thread_for_tokenising(
     """A source of format grain makes its worker import a module of this test, which reports what is loaded
     and set.
     """
-    (tmp_path / "probe.py").write_text(
-        "import os, sys\n"
-        "def records():\n"
-        "    import grain\n"
-        "    said = f\"{sys.modules.get('jax')} {os.environ['RAYON_NUM_THREADS']}\"\n"
-        "    return grain.MapDataset.source([said])\n"
-    )
     monkeypatch.setenv("RAYON_NUM_THREADS", "7")
-    monkeypatch.syspath_prepend(str(tmp_path))
     recipe = Recipe(
         name="g",
-        source=Source(path="probe:records", format="grain"),
+        source=Source(path="tests.data.grain_sources:surroundings", format="grain"),
         tokenizer="bytes",
         cache_dir=tmp_path / "cache",
     )

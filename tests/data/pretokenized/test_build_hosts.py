@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import io
+import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,31 +18,7 @@ from jtrain.data.pretokenized.build_process import LOOK_S, BuildProcess
 from jtrain.errors import FileError
 from jtrain.runtime import lease
 from tests.data.two_sources import contents, recipes_of, write_lines
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from jtrain.data.pretokenized import writer
-from jtrain.data.pretokenized.build import prepare
-from jtrain.runtime import lease
-from jtrain.data.sources.source import Source
-from jtrain.data.pretokenized.shard import Recipe
-
-folder, out, tokenizer, machine = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-if machine != "this":
-    lease.this_machine = lambda: machine
-    lease.BEAT_S, lease.STALE_S, lease.WATCH_S = 0.1, 2.0, 2.0
-recipes = [
-    Recipe(
-        name=name, source=Source(path=f"{folder}/{name}.jsonl", mask_field=mask), tokenizer=tokenizer,
-        cache_dir=folder / "cache",
-    )
-    for name, mask in (("web", None), ("book", "mask"))
-]
-add = writer.IndexWriter.add
-writer.IndexWriter.add = lambda self, shard: (print("made", self.recipe.name, shard, flush=True), add(self, shard))
-prepare(recipes, out, workers=1, stream=sys.stderr, shard_bytes=1 << 14)
-"""
+from tests.processes import program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +50,7 @@ def build(sources: Build, tmp_path: Path) -> Build:
 @contextlib.contextmanager
 def start(build: Build, machine: str = "this") -> Iterator["subprocess.Popen[str]"]:
     """Starts a process that prepares; `machine` names the one that it believes to run on."""
-    command = [sys.executable, "-c", SCRIPT, str(build.folder), str(build.out), str(build.tokenizer), machine]
+    command = program(__file__, "build", build.folder, build.out, build.tokenizer, machine)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -225,17 +201,11 @@ def test_processes_of_a_source_count_each_other_by_their_start(
 
 
 def test_a_process_of_this_machine_is_dead_as_soon_as_it_is_gone(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from jtrain.data.pretokenized.build_process import BuildProcess
-host = BuildProcess(Path({str(tmp_path)!r})).__enter__()
-host.begin("web", {PLAN})
-print(host.name, flush=True)
-sys.stdin.read()
-"""
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        program(__file__, "hold_place", tmp_path, json.dumps(PLAN)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     name = process.stdout.readline().strip()

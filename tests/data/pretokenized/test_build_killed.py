@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,62 +18,7 @@ import pytest
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.reader import PreparedIndex
 from tests.data.two_sources import contents, recipes_of, write_lines
-
-SCRIPT = """
-import os, shutil, signal, sys
-from pathlib import Path
-from jtrain.cli.run import run
-from jtrain.data.pretokenized import writer
-from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.build_process import BuildProcess
-from jtrain.data.sources.source import Source
-from jtrain.data.pretokenized.shard import Recipe
-
-folder, tokenizer, instant, shard_bytes = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-recipes = [
-    Recipe(
-        name=name, source=Source(path=f"{folder}/{name}.jsonl", mask_field=mask), tokenizer=tokenizer,
-        cache_dir=folder / "cache",
-    )
-    for name, mask in (("web", None), ("book", "mask"))
-]
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-write, rename, unlink = BuildProcess.write_whole, Path.rename, Path.unlink
-if instant == "while-appending":
-    writer._copy = lambda source, target, size: (target.write(source.read(size // 2)), target.flush(), die())
-elif instant == "appended-but-not-noted":
-    BuildProcess.write_whole = lambda one, path, text: die() if "state.json" in path.name else write(one, path, text)
-elif instant == "noted-but-not-removed":
-    Path.unlink = lambda path, **kw: die() if path.name.endswith(".unit") else unlink(path, **kw)
-elif instant == "while-removing":
-    rmtree = shutil.rmtree
-    def remove_plan(path, **kw):
-        if not path.name.endswith(".partial"):
-            return rmtree(path, **kw)
-        (path / "plan.json").unlink(missing_ok=True)
-        die()
-    shutil.rmtree = remove_plan
-elif instant == "planned":
-    BuildProcess.write_whole = lambda self, path, text: (write(self, path, text), path.name == "plan.json" and die())
-elif instant == "not-yet-planned":
-    BuildProcess.write_whole = lambda self, path, text: die() if path.name == "plan.json" else write(self, path, text)
-elif instant == "not-yet-sealed":
-    BuildProcess.write_whole = lambda self, path, text: die() if path.name == "index.json" else write(self, path, text)
-elif instant == "sealed-but-not-in-place":
-    Path.rename = lambda path, to: die() if path.name.endswith(".partial") else rename(path, to)
-elif instant == "limited":
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
-def main():
-    prepare(recipes, folder / "out", workers=2, stream=sys.stdout, shard_bytes=shard_bytes)
-    return 0
-
-sys.exit(run(main))
-"""
+from tests.processes import program
 
 INSTANTS = (
     "not-yet-planned",
@@ -91,7 +35,7 @@ def start(
     folder: Path, *, tokenizer: str = "bytes", instant: str = "none", shard_bytes: int = 2048
 ) -> "subprocess.Popen[str]":
     """Starts a process that prepares and dies at that instant."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), tokenizer, instant, str(shard_bytes)]
+    command = program(__file__, "build_and_die", folder, tokenizer, instant, shard_bytes)
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -1,8 +1,6 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer
 from jtrain.errors import FileError
 from tests.data.documents import encode_document
+from tests.processes import program, run_together
 
 NUM_DOCUMENTS = 5 * BLOCK + 3  # the last block is not full
 
@@ -152,20 +151,8 @@ def test_an_open_index_can_be_sent_to_another_process(index: PreparedIndex) -> N
 
 def test_reading_needs_no_jax_and_one_descriptor(index: PreparedIndex) -> None:
     """Reads in a process where jax cannot be imported; ids.bin is open only during a read."""
-    code = f"""
-import os, sys
-sys.modules["jax"] = None
-from pathlib import Path
-import numpy as np
-from jtrain.data.pretokenized.reader import PreparedIndex
-import jtrain.data.pretokenized.build
-before = len(os.listdir("/proc/self/fd"))
-index = PreparedIndex(Path({str(Path(index.location))!r}))
-index.read(np.arange(len(index)))
-print(len(os.listdir("/proc/self/fd")) - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "1\n"
+    [ended] = run_together([program(__file__, "read_without_jax", index.location)], [{}])
+    assert ended.output == "1\n", ended.errors
 
 
 def test_a_record_out_of_range_is_refused(index: PreparedIndex) -> None:

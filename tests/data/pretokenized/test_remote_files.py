@@ -89,10 +89,10 @@ def test_spans_near_each_other_share_a_request(
     index = PreparedIndex(upload(local, store), cache_dir=tmp_path)
     index.read(np.asarray([79, 0, 40]))
     assert len(gets(store, index_format.IDS)) == 1
-    monkeypatch.setattr(remote_files, "_GAP_BYTES", 8)
+    monkeypatch.setattr(remote_files, "GAP_BYTES", 8)
     index.read(np.asarray([79, 0, 41, 40]))
     assert len(gets(store, index_format.IDS)) == 3, "40 and 41 lie beside each other"
-    monkeypatch.setattr(remote_files, "_REQUEST_BYTES", 100)
+    monkeypatch.setattr(remote_files, "REQUEST_BYTES", 100)
     _, ids = index.read(np.asarray([0, 1, 2]))
     parts = gets(store, index_format.IDS)
     assert len(parts) == -(-len(ids) // 100) > 3

@@ -74,7 +74,7 @@ def test_the_stream_is_the_same_where_descriptors_are_few(
 
     monkeypatch.setattr(InlinePool, "__init__", noted)
     mapped = batches(folder, tmp_path / "cache")
-    monkeypatch.setattr(inline, "_SPARE_DESCRIPTORS", 1 << 40)
+    monkeypatch.setattr(inline, "SPARE_DESCRIPTORS", 1 << 40)
     read = batches(folder, tmp_path / "cache")
     assert [pool.setups[0].map_ids for pool in pools] == [True, False]
     for one, other in zip(mapped, read, strict=True):

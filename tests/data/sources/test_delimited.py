@@ -74,7 +74,7 @@ def test_a_bad_row_is_named_and_spoils_no_other(tmp_path: Path) -> None:
 def test_a_quote_that_is_never_closed_costs_a_bounded_part_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited, "_FIELD_BYTES", 1 << 18)
+    monkeypatch.setattr(delimited, "FIELD_BYTES", 1 << 18)
     limit = csv.field_size_limit(1 << 18)
     try:
         (tmp_path / "a.csv").write_text('text\none\n"open\n' + "fill\n" * 60_000 + "last\n")
@@ -88,7 +88,7 @@ def test_a_quote_that_is_never_closed_costs_a_bounded_part_of_the_file(
 
 
 def test_a_file_without_line_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "_FIELD_BYTES", 1 << 10)
+    monkeypatch.setattr(delimited, "FIELD_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_text("text\n" + "x" * 4096)
     with pytest.raises(
         ValueError, match=r"a\.csv: a line of more than 2,048 bytes\. Split it, or leave the file out"

@@ -207,9 +207,9 @@ def test_a_run_of_rows_decodes_each_row_group_once(tmp_path: Path, monkeypatch: 
     texts = [f"document {i}" for i in range(400)]
     pq.write_table(pa.table({"text": texts, "other": texts}), path, row_group_size=100)
     decoded = []
-    read = ParquetFile._read_group
+    read = ParquetFile.read_group
     monkeypatch.setattr(
-        ParquetFile, "_read_group", lambda self, group: (decoded.append(group), read(self, group))[1]
+        ParquetFile, "read_group", lambda self, group: (decoded.append(group), read(self, group))[1]
     )
     file = parquet(path, cache_bytes=1)
     run = [399, 3, 250, 1, 398, 251, 2, 0]
@@ -231,7 +231,7 @@ def test_the_row_group_cache_keeps_to_its_bytes_and_reads_each_group_once() -> N
         get(group)
     assert reads == [0, 1, 2, 0]
     cache.drop(Path("file"))
-    assert cache._bytes == 0
+    assert cache.kept_bytes == 0
     get(0)
     assert reads == [0, 1, 2, 0, 0]
 

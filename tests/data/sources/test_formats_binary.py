@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -122,13 +121,13 @@ def test_a_file_that_is_no_array_record_or_cut_short_is_refused(content: bytes, 
 def test_large_array_records_stay_open_a_bounded_number_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrayrecord_format, "_MANY_RECORDS", 2)
-    monkeypatch.setattr(arrayrecord_format, "_OPEN_READERS", 3)
+    monkeypatch.setattr(arrayrecord_format, "MANY_RECORDS", 2)
+    monkeypatch.setattr(arrayrecord_format, "OPEN_READERS", 3)
     files = []
     for i in range(10):
         records = [f"{i} {j}".encode() for j in range(2 + i % 2)]
         files.append(array_record(write_array_record(tmp_path / f"{i}.array_record", records)))
-    open_readers = arrayrecord_format._open_readers
+    open_readers = arrayrecord_format.open_readers
     assert not open_readers or len(open_readers) == 3
     for _ in range(2):
         assert [file[1] for file in files] == [f"{i} 1" for i in range(10)]
@@ -315,49 +314,21 @@ def test_a_saved_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
         saved_dataset_files(find_files(str(tmp_path), field=f"{FIELD}.path"), field=f"{FIELD}.path")
 
 
-MADE = """
-import grain
-
-def good():
-    return grain.MapDataset.range(10).map(str)
-
-def filtered():
-    return good().filter(lambda text: text != "3")
-
-def broken():
-    return good().map(lambda text: 1 // (int(text) - 2) and text)
-
-def numbers():
-    return grain.MapDataset.range(10)
-
-def endless():
-    return good().repeat()
-
-def iterated():
-    return good().to_iter_dataset()
-"""
+MADE = "tests.data.grain_sources"
 
 
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "made_for_test.py").write_text(MADE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "made_for_test", raising=False)
-    return "made_for_test"
+def test_a_grain_dataset_is_read_by_number_and_what_it_filters_out_is_empty() -> None:
+    assert GrainDataset(f"{MADE}:good", field=FIELD).read([9, 0]) == ["9", "0"]
+    assert GrainDataset(f"{MADE}:filtered", field=FIELD).read([2, 3]) == ["2", ""]
 
 
-def test_a_grain_dataset_is_read_by_number_and_what_it_filters_out_is_empty(made: str) -> None:
-    assert GrainDataset(f"{made}:good", field=FIELD).read([9, 0]) == ["9", "0"]
-    assert GrainDataset(f"{made}:filtered", field=FIELD).read([2, 3]) == ["2", ""]
-
-
-def test_a_bad_element_of_a_grain_dataset_is_named(made: str) -> None:
-    broken = GrainDataset(f"{made}:broken", field=FIELD)
+def test_a_bad_element_of_a_grain_dataset_is_named() -> None:
+    broken = GrainDataset(f"{MADE}:broken", field=FIELD)
     assert broken[1] == "1"
     with pytest.raises(BadRecord, match=r":broken, element 2: ZeroDivisionError.*data\.on_bad_record='skip'"):
         broken[2]
     with pytest.raises(BadRecord, match=r":numbers, element 4: it is int\d*, not text"):
-        GrainDataset(f"{made}:numbers", field=FIELD)[4]
+        GrainDataset(f"{MADE}:numbers", field=FIELD)[4]
 
 
 @pytest.mark.parametrize(
@@ -365,14 +336,14 @@ def test_a_bad_element_of_a_grain_dataset_is_named(made: str) -> None:
     [
         ("endless", r"the dataset has no end\. Leave out `repeat\(\)`"),
         ("iterated", r"returned a \w*IterDataset, not a grain\.MapDataset"),
-        ("nowhere", r"made_for_test has no function 'nowhere'\. "),
+        ("nowhere", r"tests\.data\.grain_sources has no function 'nowhere'\. "),
     ],
 )
-def test_what_is_no_grain_dataset_is_refused(function: str, message: str, made: str) -> None:
-    with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='made_for_test:{function}': {message}"):
-        GrainDataset(f"{made}:{function}", field=FIELD)
+def test_what_is_no_grain_dataset_is_refused(function: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='{MADE}:{function}': {message}"):
+        GrainDataset(f"{MADE}:{function}", field=FIELD)
 
 
-def test_a_grain_dataset_without_a_function_is_refused(made: str) -> None:
-    with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='{made}' must be 'module:name'"):
-        GrainDataset(made, field=FIELD)
+def test_a_grain_dataset_without_a_function_is_refused() -> None:
+    with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='{MADE}' must be 'module:name'"):
+        GrainDataset(MADE, field=FIELD)

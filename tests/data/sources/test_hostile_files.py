@@ -80,7 +80,7 @@ def test_a_row_group_that_decodes_without_end_is_refused(
     pq.write_table(pa.table({"text": rows}), content, store_schema=False)
     assert len(content.getvalue()) < 10_000, "far smaller than what it stands for, or the test proves nothing"
     assert opened(tmp_path, ".parquet", content.getvalue()).read([3999]) == ["x" * 2000]
-    monkeypatch.setattr(parquet, "_MOST_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MOST_DECODED_BYTES", 1 << 20)
     allocated = pa.total_allocated_bytes()
     with pytest.raises(
         FileError, match=r"row group 0 decodes to .* or more.*Write the file again with smaller row"

@@ -51,7 +51,7 @@ def test_every_object_is_a_record_whatever_its_strings_hold(
     else:
         path.write_text("\n".join(json.dumps(o, indent=indent, ensure_ascii=False) for o in objects))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_values, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(json_values, "BLOCK_BYTES", block_bytes)
         file = opened(path)
     assert file.read(list(range(len(file)))) == [item["text"] for item in objects]
 

@@ -28,7 +28,7 @@ TEXTS = st.lists(PIECES, max_size=400).map("".join)
 
 
 def marks_in(line: bytes) -> Marks | None:
-    return marks_of(lambda start, end: line[start:end], 0, len(line), JsonLines._text_of.__get__(Fields()))
+    return marks_of(lambda start, end: line[start:end], 0, len(line), JsonLines.text_of.__get__(Fields()))
 
 
 class Fields:
@@ -52,9 +52,9 @@ def test_any_part_of_any_text_is_found_between_its_marks(
     record = {"meta": {"text": text[:-1], "t": '"text": "'}, "text": text, "after": '\\"text": "'}
     line = json.dumps(record, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_lines, "_BLOCK_BYTES", block_bytes)
-        patch.setattr(long_lines, "_LONG_STRING_BYTES", 64)
-        patch.setattr(long_lines, "_MARK_BYTES", 40)
+        patch.setattr(long_lines, "BLOCK_BYTES", block_bytes)
+        patch.setattr(long_lines, "LONG_STRING_BYTES", 64)
+        patch.setattr(long_lines, "MARK_BYTES", 40)
         marks = marks_in(line)
     if len(text) < 64:
         return  # no long string
@@ -115,7 +115,7 @@ def test_only_so_many_marks_are_kept() -> None:
 @pytest.fixture
 def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChunkStream:
     """Stream of chunks of at most 1,000 bytes of texts of up to 60 KB, in lines in two files."""
-    monkeypatch.setattr(long_lines, "_MARK_BYTES", 300)
+    monkeypatch.setattr(long_lines, "MARK_BYTES", 300)
     texts = [f'{n}: "wörd" 🙂\\\n' * (n * 120) for n in range(1, 30)]
     (tmp_path / "texts").mkdir()
     for at in range(2):
@@ -179,10 +179,10 @@ def test_a_long_line_is_read_a_few_times_in_blocks_however_many_chunks_it_has(
     line = json.dumps({"id": 1, "text": 'A "word"\n' * 200_000}) + "\n"
     (tmp_path / "one.jsonl").write_text(line + '{"text": "short"}\n')
     reads: list[int] = []
-    content = text._content
-    monkeypatch.setattr(text, "_content", lambda *span: reads.append(span[2] - span[1]) or content(*span))
-    monkeypatch.setattr(long_lines, "_BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(text, "_BLOCK_BYTES", 1 << 16)
+    content = text.read_span
+    monkeypatch.setattr(text, "read_span", lambda *span: reads.append(span[2] - span[1]) or content(*span))
+    monkeypatch.setattr(long_lines, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 16)
     source = dataclasses.replace(stream.setup.source, path=str(tmp_path / "one.jsonl"))
     long = ChunkStream(dataclasses.replace(stream.setup, source=source))
     chunks = long.locate(np.arange(len(long)))
@@ -207,9 +207,9 @@ def test_a_stripe_within_a_long_line_does_not_look_for_its_end(
     line = json.dumps({"text": "x" * (8 << 20)}) + "\n"
     (tmp_path / "one.jsonl").write_text(line)
     read_bytes: list[int] = []
-    content = text._content
+    content = text.read_span
     monkeypatch.setattr(
-        text, "_content", lambda *span: read_bytes.append(span[2] - span[1]) or content(*span)
+        text, "read_span", lambda *span: read_bytes.append(span[2] - span[1]) or content(*span)
     )
     opened = Corpus(
         Source(path=str(tmp_path / "one.jsonl")), name="web", cache_dir=tmp_path / "cache", eager_bytes=0

@@ -26,7 +26,7 @@ from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
 from tests.data.pretokenized.test_reader import NUM_DOCUMENTS, make
 from tests.data.sources.object_store import Store, web_store
-from tests.data.sources.test_storage import parquet_bytes
+from tests.data.sources.test_object_stores import parquet_bytes
 from tests.data.writers import WRITERS, Write, write_array_record, write_jsonl, write_text
 
 FAULTS: tuple[int | str, ...] = (503, "cut", 429, "less", 500, "reset")
@@ -294,7 +294,7 @@ def test_of_a_prepared_index_in_a_store_only_what_failed_is_fetched_again(
         index = PreparedIndex(f"{web.url}/prepared/web", cache_dir=tmp_path / "cache")
         records = np.arange(NUM_DOCUMENTS)
         index.lengths(records)
-        monkeypatch.setattr(remote_files, "_REQUEST_BYTES", 500)
+        monkeypatch.setattr(remote_files, "REQUEST_BYTES", 500)
         web.requests.clear()
         web.faults[:] = [503, "less", "cut"]
         np.testing.assert_array_equal(index.read(records)[1], local.read(records)[1])

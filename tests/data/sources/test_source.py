@@ -1,8 +1,6 @@
 import io
 import os
 import re
-import subprocess
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
 from tests.data.descriptors import descriptors
 from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
+from tests.processes import program, run_together
 
 
 @pytest.fixture(params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
@@ -273,10 +272,10 @@ def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
         every(corpus)
     cache, *others = [cast(ParquetFile, corpus.files.records[0])._groups for corpus in corpora]
     assert all(other is cache for other in others)
-    assert 20_000 < cache._bytes <= 50_001
+    assert 20_000 < cache.kept_bytes <= 50_001
     for corpus in corpora:
         corpus.close()
-    assert cache._bytes == 0
+    assert cache.kept_bytes == 0
 
 
 def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
@@ -286,23 +285,9 @@ def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
     write_array_record(tmp_path, ["three"])
     write_csv(tmp_path, ["four"])
     write_json_array(tmp_path, ["five"])
-    code = f"""
-import sys
-sys.modules["jax"] = None
-from pathlib import Path
-import numpy as np
-from jtrain.data.sources.corpus import Corpus
-from jtrain.data.sources.source import Source
-from jtrain.data.sources.storage import StoredFile
-from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
-corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
-print(sorted(corpus.read(np.arange(len(corpus)))))
-unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers", "numpy.ma", "pyarrow.compute"}} & set(sys.modules)
-assert not unwanted, unwanted
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['five', 'four', 'one', 'three', 'two']"
+    [ended] = run_together([program(__file__, "read_without_jax", tmp_path)], [{}])
+    assert ended.code == 0, ended.errors
+    assert ended.output.strip() == "['five', 'four', 'one', 'three', 'two']"
 
 
 def test_arrow_reads_a_local_file_without_the_interpreter(

@@ -7,11 +7,12 @@ none.
 
 import functools
 import itertools
+import json
 import os
 import random
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jtrain_kernels.overlap.mosaic_gpu.tables import OverlapConfig, gpu_program
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import THREADS, WARPGROUPS, TileConfig
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import Swizzle
+from tests.processes import program
 
 ROOT = Path(__file__).parents[3]
 TILES = TileConfig(tile_m=64, tile_n=32, tile_k=64, stages=2, out_rows=64, out_columns=16, group=2)
@@ -34,15 +36,12 @@ LIMIT_S = 120
 """Time limit of a quick check, of which none takes longer than a few seconds. A deadlock ends here."""
 
 
-def in_a_process(call: str, limit_s: int = LIMIT_S) -> None:
-    """Evaluates a call of a function of this file; fails with its error output, or when the limit has
-    passed.
-    """
-    code = f"from tests.kernels.overlap import test_gpu_fabric as fabric; fabric.{call}"
+def in_a_process(function: Callable[..., None], *arguments: object, limit_s: int = LIMIT_S) -> None:
+    """Calls a function of this file; fails with its error output, or when the limit has passed."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = os.environ | {"PYTHONPATH": paths, "NPROC": "64"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        program(__file__, "call_fabric", function.__name__, json.dumps(arguments)),
         env=environment,
         capture_output=True,
         text=True,
@@ -105,7 +104,7 @@ def test_the_fused_kernels_give_the_product_although_senders_are_late(
 
     The last warpgroup of rank 0 is late, so whoever does not wait for all senders of a tile reads NaN.
     """
-    in_a_process(f"check({op!r}, {swizzle!r}, {ranks}, {batch}, in_turn=False)")
+    in_a_process(check, op, swizzle, ranks, batch, False)
 
 
 @pytest.mark.slow
@@ -114,10 +113,10 @@ def test_the_fused_kernels_give_the_product_whoever_is_late(
     op: OpName, swizzle: Swizzle, ranks: int, batch: int
 ) -> None:
     """Every warpgroup of every rank is late in turn, then random sets of them."""
-    in_a_process(f"check({op!r}, {swizzle!r}, {ranks}, {batch}, in_turn=True)", 10 * LIMIT_S)
+    in_a_process(check, op, swizzle, ranks, batch, True, limit_s=10 * LIMIT_S)
 
 
-def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int, *, in_turn: bool) -> None:
+def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int, in_turn: bool) -> None:
     """Compares one case with float64.
 
     Memory is NaN until it is written, so a tile that is used too early shows. A partial sum is rounded to
@@ -168,7 +167,7 @@ def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int, *, in_turn: bool
 
 def test_the_gradients_of_the_fused_ops_are_those_of_float64() -> None:
     """The custom backward passes, with the kernels that they call, on two virtual ranks."""
-    in_a_process("check_gradients()")
+    in_a_process(check_gradients)
 
 
 def check_gradients() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 from jtrain.profile.clocks import sampler, samples
 from jtrain.profile.clocks.sampler import Sampler, records_in
 from jtrain.profile.clocks.scripted import Scripted
+from tests.processes import program
 
 ROOT = Path(__file__).parents[3]
 
@@ -133,21 +133,8 @@ def test_signals_for_the_run_leave_the_sampler_alone(tmp_path: Path, running: Sa
 
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path, script: str) -> None:
     """It dies even while another child of the parent holds the pipe open; its file stays."""
-    code = f"""
-import os, time
-from pathlib import Path
-from jtrain.profile.clocks.sampler import Sampler
-running = Sampler(Path({str(tmp_path / "live")!r}), source={script!r}, platform="cpu", devices=[0, 1])
-forked = os.fork()
-if forked == 0:
-    time.sleep(600)
-print(running.pid, forked, flush=True)
-time.sleep(600)
-"""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
-    ) as parent:
+    command = program(__file__, "sample_and_fork", tmp_path / "live", script)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child, forked = (int(pid) for pid in parent.stdout.readline().split())
         try:

@@ -1,6 +1,7 @@
 """Clock sources: the quantities that each reads; a refused call costs only its own quantity."""
 
 import ctypes
+import importlib
 import itertools
 import json
 import math
@@ -8,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from jtrain.profile.clocks.reading import Notes, Reading
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.profile.clocks.scripted import Scripted
 from jtrain_kernels import device
+from tests.processes import program
 
 HERE = Path(__file__).parent
 
@@ -140,14 +141,10 @@ def test_the_sampler_samples_nvml(library: Path, tmp_path: Path, monkeypatch: py
 
 def test_without_nvidias_driver_nvml_is_refused() -> None:
     """Runs in a separate process in which the stand-in is not loaded."""
-    code = (
-        "from jtrain.profile.clocks.select import choose\nprint(choose('auto', 'cuda'))\nchoose('nvml', "
-        "'gpu')"
-    )
     environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        program(__file__, "choose_sources"),
         env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -157,37 +154,19 @@ def test_without_nvidias_driver_nvml_is_refused() -> None:
     assert done.stderr.strip().splitlines()[-1].endswith("is not installed. Set profile.clocks=none.")
 
 
-AMDSMI = '''
-"""Stand-in for the part of amdsmi 7.0.2 that jtrain uses, with its names and types."""
-import enum
-class AmdSmiException(Exception): ...
-class AmdSmiClkType(enum.IntEnum):
-    GFX = 0
-def amdsmi_init(): ...
-def amdsmi_shut_down(): ...
-def amdsmi_get_processor_handles(): return ["a", "b"]
-def amdsmi_get_clock_info(handle, kind): return {"clk": 100, "max_clk": 2100}
-ticks, energy = 1000, [5.0e6, 6.0e6, 1.0e6]
-def amdsmi_get_energy_count(handle):
-    return {"energy_accumulator": energy.pop(0), "counter_resolution": 2.0, "timestamp": 0}
-def amdsmi_get_gpu_metrics_info(handle):
-    global ticks
-    if handle == "b":
-        raise AmdSmiException("Error code:\\n\\t2 | not supported")
-    ticks += 100
-    return {"current_gfxclks": [2000, 1900, "N/A"], "current_gfxclk": "N/A", "current_uclk": 1300,
-            "current_socket_power": 700, "temperature_hotspot": "N/A", "accumulation_counter": ticks,
-            "ppt_residency_acc": ticks // 2, "socket_thm_residency_acc": ticks // 4, "vr_thm_residency_acc": "N/A"}
-'''
+@pytest.fixture
+def amdsmi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-in for amdsmi whose counters begin anew."""
+    name = "tests.profile.clocks.amdsmi_stand_in"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "amdsmi", importlib.import_module(name))
 
 
-def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("amdsmi")
+def test_amd_reads_gpu_metrics() -> None:
     """Clock is the mean of the dies, N/A is unknown, residencies become ns, shrinking energy is dropped with
     a note.
     """
-    stand_in = types.ModuleType("amdsmi")
-    exec(AMDSMI, stand_in.__dict__)
-    monkeypatch.setitem(sys.modules, "amdsmi", stand_in)
     source = Amd([0, 1])
     assert (source.devices, source.max_mhz) == ((0, 1), 2100.0)
     first, second, third = (source.read(0, slow=True) for _ in range(3))
@@ -204,11 +183,9 @@ def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     source.close()
 
 
+@pytest.mark.usefixtures("amdsmi")
 def test_hip_counts_the_gpus_that_rocr_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ROCR_VISIBLE_DEVICES=1,0 the second GPU is HIP's number 0."""
-    stand_in = types.ModuleType("amdsmi")
-    exec(AMDSMI, stand_in.__dict__)
-    monkeypatch.setitem(sys.modules, "amdsmi", stand_in)
     for variables, clocks in (
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1"}, 1950.0),
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, math.nan),

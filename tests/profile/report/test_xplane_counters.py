@@ -3,7 +3,6 @@
 import json
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.profiler import ProfileData
 from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks.samples import Samples, make
 from jtrain.profile.report import xplane_counters
+from tests.processes import program
 
 BEGAN = 1_700_000_000_000_000_000
 PEAKS = Peaks(flops=1e12, hbm_bytes_per_s=1e9, ref_mhz=1000.0, max_mhz=1000.0)
@@ -71,14 +71,6 @@ def slow_then_fast() -> dict[int, Samples]:
     return {0: make(0, "scripted", epoch_ns=times, sm_mhz=mhz, power_w=np.full(len(times), 300.0))}
 
 
-XPROF = """
-import sys
-from xprof.convert import raw_to_tool_data
-content, _ = raw_to_tool_data.xspace_to_tool_data([sys.argv[1]], sys.argv[2], {})
-sys.stdout.buffer.write(b"\\n" + (content if isinstance(content, bytes) else content.encode()))
-"""
-
-
 def tool(file: Path, name: str) -> Any:
     """Output of an XProf tool, run in a separate process, since it crashed beside jax's copy of its
     libraries.
@@ -86,7 +78,7 @@ def tool(file: Path, name: str) -> Any:
     for cache in file.parent.glob("*.pb"):
         if cache != file:
             cache.unlink()
-    done = subprocess.run([sys.executable, "-c", XPROF, str(file), name], capture_output=True, check=False)
+    done = subprocess.run(program(__file__, "run_xprof", file, name), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -132,21 +124,9 @@ def test_xprofs_viewer_draws_clock_and_power_as_counters(tmp_path: Path) -> None
     assert joules == pytest.approx([0.6, 0.6])
 
 
-EVENTS = """
-import pickle, sys
-from jax.profiler import ProfileData
-profile = ProfileData.from_file(sys.argv[1])  # must outlive its planes, which only point into it
-found = [
-    (plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats))
-    for plane in profile.planes for line in plane.lines for event in line.events
-]
-sys.stdout.buffer.write(pickle.dumps(found))
-"""
-
-
 def everything(file: Path) -> list[Any]:
     """All events of a trace with their planes and lines, read in a separate process."""
-    command = [sys.executable, "-c", EVENTS, str(file)]
+    command = program(__file__, "pickle_events", file)
     return pickle.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 

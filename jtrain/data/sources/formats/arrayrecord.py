@@ -10,15 +10,15 @@ from jtrain.data.sources.retry import TransientError, names_transient_error
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
-_MANY_RECORDS = 16384
+MANY_RECORDS = 16384
 """Records above which a reader stays open between reads, because opening takes 0.04 ms plus up to 40 ns per
 record."""
 
-_OPEN_READERS = 64
+OPEN_READERS = 64
 """Most open readers per process, each with a descriptor and its index in memory; least recently used closed
 first."""
 
-_open_readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
+open_readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
 # No read-ahead and no parallelism: reads are random. The library still starts 64 idle threads at its first
 # use.
@@ -50,7 +50,7 @@ class ArrayRecordFile(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         self._file.open().close()  # raises a clear error if the file is gone or cut short
         # Taken out while it reads, so that an error leaves no broken reader behind.
-        reader = _open_readers.pop(self._file.key, None) or self._open()
+        reader = open_readers.pop(self._file.key, None) or self._open()
         texts = []
         for record in records:
             try:
@@ -69,7 +69,7 @@ class ArrayRecordFile(Records):
         return texts
 
     def close(self) -> None:
-        if reader := _open_readers.pop(self._file.key, None):
+        if reader := open_readers.pop(self._file.key, None):
             _close_quietly(reader)
 
     def _open(self) -> Any:
@@ -93,12 +93,12 @@ class ArrayRecordFile(Records):
         return reader
 
     def _close(self, reader: Any) -> None:
-        if self._count <= _MANY_RECORDS:
+        if self._count <= MANY_RECORDS:
             return _close_quietly(reader)
         # At the end of the dict, as the one used last; the first one goes when there are too many.
-        _open_readers[self._file.key] = reader
-        while len(_open_readers) > _OPEN_READERS:
-            _close_quietly(_open_readers.popitem(last=False)[1])
+        open_readers[self._file.key] = reader
+        while len(open_readers) > OPEN_READERS:
+            _close_quietly(open_readers.popitem(last=False)[1])
         return None
 
     def _text(self, record: int, content: bytes) -> str | BadRecord:

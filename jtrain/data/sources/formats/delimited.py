@@ -18,7 +18,7 @@ from jtrain.errors import UserError
 
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 
-_FIELD_BYTES = 1 << 26
+FIELD_BYTES = 1 << 26
 """Longest field. A quote that is never closed makes one bad record of this size, and the rest of the file is
 read."""
 
@@ -149,7 +149,7 @@ class DelimitedFile(Records):
 
     def _reader(self, lines: Iterator[str]) -> Any:
         # The limit is the module's own; its default, 128 KiB, is shorter than many documents.
-        csv.field_size_limit(max(csv.field_size_limit(), _FIELD_BYTES))
+        csv.field_size_limit(max(csv.field_size_limit(), FIELD_BYTES))
         return csv.reader(lines, delimiter=self._separator, strict=True)
 
     def _lines(self, file: Any) -> Iterator[bytes]:
@@ -157,8 +157,8 @@ class DelimitedFile(Records):
         file.seek(0)
         file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
         # Bounded: a file without line ends would otherwise be read into memory as a whole.
-        while line := file.readline(2 * _FIELD_BYTES):
-            if len(line) == 2 * _FIELD_BYTES:
+        while line := file.readline(2 * FIELD_BYTES):
+            if len(line) == 2 * FIELD_BYTES:
                 raise UserError(
                     f"{self._file.label}: a line of more than {len(line):,} bytes. Split it, or leave the "
                     f"file out of {self._fields.config_path}.path."

@@ -22,7 +22,7 @@ from jtrain.errors import UserError
 _FIRST_LINE_BYTES = 1 << 26
 """Longest first line that is parsed to see if the file is JSON lines."""
 
-_BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 24
 """Bytes searched for brackets at a time; each takes about 3 bytes of memory."""
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
@@ -167,7 +167,7 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
     """
     start, in_string = 0, 0
     while start < len(view):
-        end = min(start + _BLOCK_BYTES, len(view))
+        end = min(start + BLOCK_BYTES, len(view))
         while end < len(view) and view[end - 1] == _BACKSLASH:
             end += 1  # the escaped character belongs to the same block
         block = np.frombuffer(view[start:end], np.uint8)

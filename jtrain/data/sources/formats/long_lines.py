@@ -18,13 +18,13 @@ from jaxtyping import Bool, Int, Int64, UInt8
 LONG_LINE_BYTES = 1 << 14
 """Shortest line that is marked."""
 
-_MARK_BYTES = 1 << 11
+MARK_BYTES = 1 << 11
 """Bytes of text between two marks, which take 16 bytes."""
 
-_BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22
 """Bytes of a line that are scanned at a time; each takes about 10 bytes of memory."""
 
-_LONG_STRING_BYTES = 1 << 10
+LONG_STRING_BYTES = 1 << 10
 """Shortest string that is left out of the JSON that is parsed."""
 
 _MOST_SKELETON_BYTES = 1 << 26
@@ -104,7 +104,7 @@ def marks_of(read: ReadBytes, start: int, end: int, text_of: Callable[[dict[str,
     if len(borders) % 2:
         return None
     strings = borders.reshape(-1, 2) + np.asarray([1, 0])
-    strings = strings[strings[:, 1] - strings[:, 0] >= _LONG_STRING_BYTES]
+    strings = strings[strings[:, 1] - strings[:, 0] >= LONG_STRING_BYTES]
     gaps = np.concatenate([[start], strings.reshape(-1), [end]]).reshape(-1, 2)
     if not len(strings) or np.diff(gaps).sum() > _MOST_SKELETON_BYTES:
         return None
@@ -131,7 +131,7 @@ def _blocks(
     No block ends within a character, an escape or a surrogate pair; the last one ends where the line does.
     """
     while start < end:
-        block = np.frombuffer(read(start, min(start + _BLOCK_BYTES, end)), np.uint8)
+        block = np.frombuffer(read(start, min(start + BLOCK_BYTES, end)), np.uint8)
         if not len(block):
             return  # the file was cut short
         # No block begins within an escape.
@@ -165,7 +165,7 @@ def _marks_of_string(read: ReadBytes, begin: int, end: int) -> Marks | None:
             return None
         if saved is None or (block < _SPACE).any():
             return None
-        places = np.arange(0, len(block), _MARK_BYTES)
+        places = np.arange(0, len(block), MARK_BYTES)
         # Back to the begin of an escape, of a pair, or of a character, which has at most 4 bytes.
         if len(escapes):
             index = np.searchsorted(escapes, places, side="right") - 1

@@ -24,7 +24,7 @@ _MOST_ROWS = (1 << 31) - 1
 
 
 # Arrow's offsets of text columns are int32.
-_MOST_DECODED_BYTES = 1 << 31
+MOST_DECODED_BYTES = 1 << 31
 _ROWS_AT_ONCE = 512
 """Rows decoded at a time: no slower than all at once."""
 
@@ -113,9 +113,9 @@ class ParquetFile(Records):
 
     def _decode(self, group: int) -> DecodedColumns:
         key = (self._file.key, self._fields, group)
-        return self._groups.get(key, lambda: self._read_group(group))
+        return self._groups.get(key, lambda: self.read_group(group))
 
-    def _read_group(self, group: int) -> DecodedColumns:
+    def read_group(self, group: int) -> DecodedColumns:
         import pyarrow.parquet as pq
 
         names = self._fields.read
@@ -151,9 +151,9 @@ def decode_group(parquet: Any, group: int, names: list[str], *, label: str) -> A
         batches.append(batch)
         size_bytes += batch.nbytes
         # Before Arrow joins the batches, which fails with an error of its own from 2 GiB on.
-        if size_bytes >= _MOST_DECODED_BYTES:
+        if size_bytes >= MOST_DECODED_BYTES:
             raise FileError(
-                f"{label}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which "
+                f"{label}: row group {group} decodes to {MOST_DECODED_BYTES >> 30} GiB or more, which "
                 "Arrow's text columns cannot hold. Write the file again with smaller row groups."
             )
     # A row group without rows has no batch, but its table needs the columns.

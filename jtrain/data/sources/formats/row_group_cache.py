@@ -27,9 +27,9 @@ class RowGroupCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.decoded = 0
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.kept_bytes = 0
         self._groups: collections.OrderedDict[tuple[Any, ...], DecodedColumns] = collections.OrderedDict()
         self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = (
             weakref.WeakValueDictionary()
@@ -52,30 +52,30 @@ class RowGroupCache:
                 columns = self._alive[key] = read()
                 self.decoded += 1
             self._groups[key] = columns
-            self._bytes += columns.nbytes
+            self.kept_bytes += columns.nbytes
             # The group just read stays whatever its size, or each of its rows would decode it anew.
-            while self._bytes > self._max_bytes and len(self._groups) > 1:
-                self._bytes -= self._groups.popitem(last=False)[1].nbytes
+            while self.kept_bytes > self._max_bytes and len(self._groups) > 1:
+                self.kept_bytes -= self._groups.popitem(last=False)[1].nbytes
             return columns
 
     def hold(self, columns: "DecodedColumns") -> "Held | None":
         """Returns an object that keeps the columns decoded while it lives; None if too much is held."""
-        if self._held_bytes + columns.nbytes > _HELD_OVER_KEPT * self._max_bytes:
+        if self.held_bytes + columns.nbytes > _HELD_OVER_KEPT * self._max_bytes:
             return None
         held = Held(columns)
-        self._held_bytes += columns.nbytes
+        self.held_bytes += columns.nbytes
         # On the holder and not the columns: two holders of the same columns count twice, and end apart.
         weakref.finalize(held, self._release, columns.nbytes)
         return held
 
     def _release(self, size_bytes: int) -> None:
-        self._held_bytes -= size_bytes
+        self.held_bytes -= size_bytes
 
     def drop(self, file_key: Any) -> None:
         """Drops all columns whose key starts with `file_key`."""
         with self._lock:
             for key in [key for key in self._groups if key[0] == file_key]:
-                self._bytes -= self._groups.pop(key).nbytes
+                self.kept_bytes -= self._groups.pop(key).nbytes
 
 
 class Held:

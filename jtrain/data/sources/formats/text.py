@@ -36,7 +36,7 @@ _LINE_SEARCH_BYTES = 4096
 _MOST_READ_IN_VAIN = 8
 """Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
-_BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 24
 """Bytes that are searched for line ends at a time."""
 
 _SHORT_LINES = 4096
@@ -222,10 +222,10 @@ class JsonLines(Records):
         with self._file.open() as file:
             if _lie_close(first, last, int(size.sum())):
                 # All of them in one read, with what lies between.
-                content, start = _content(file.fileno(), first, last), np.where(is_short, start - first, 0)
+                content, start = read_span(file.fileno(), first, last), np.where(is_short, start - first, 0)
             else:
                 spans = zip(start.tolist(), (start + size).tolist(), strict=True)
-                content = b"".join(_content(file.fileno(), *span) for span in spans)
+                content = b"".join(read_span(file.fileno(), *span) for span in spans)
                 start = np.cumsum(size) - size
         if len(content) < (start + size).max():  # cut short: reading the lines one by one says so
             return Lines.none(len(records))
@@ -251,7 +251,7 @@ class JsonLines(Records):
                     continue
                 first, low, high = marks.around(*spans[i])
                 try:
-                    content = text_of_part(_content(file.fileno(), low, high))
+                    content = text_of_part(read_span(file.fileno(), low, high))
                 except ValueError:
                     continue  # the file has changed: reading the text as a whole says what is wrong
                 parts[i] = TextPart(content, first, marks.total)
@@ -269,13 +269,13 @@ class JsonLines(Records):
 
     def _marks(self, file: int, record: int, start: int, end: int) -> Marks | None:
         if (marks := _KEPT_MARKS.get((self._key, record))) is None:
-            start += len(BOM) if _content(file, start, start + len(BOM)) == BOM else 0
-            marks = marks_of(lambda first, last: _content(file, first, last), start, end, self._text_of)
+            start += len(BOM) if read_span(file, start, start + len(BOM)) == BOM else 0
+            marks = marks_of(lambda first, last: read_span(file, first, last), start, end, self.text_of)
             marks = NO_MARKS if marks is None else marks
             _KEPT_MARKS.add((self._key, record), marks, marks.size_bytes)
         return None if marks is NO_MARKS else marks
 
-    def _text_of(self, record: dict[str, Any]) -> Any:
+    def text_of(self, record: dict[str, Any]) -> Any:
         # With labels it may be refused.
         return None if "labels" in record else field_at(record, self._fields.text)
 
@@ -298,14 +298,14 @@ def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
     first, last = min(start for start, _ in rows), max(end for _, end in rows)
     if not _lie_close(first, last, sum(end - start for start, end in rows)):
         for start, end in rows:
-            yield _content(file, start, end)
+            yield read_span(file, start, end)
         return
-    content = _content(file, first, last)
+    content = read_span(file, first, last)
     for start, end in rows:
         yield content[start - first : end - first]
 
 
-def _content(file: int, start: int, end: int) -> bytes:
+def read_span(file: int, start: int, end: int) -> bytes:
     """Returns bytes `start` to `end` of an open file; fewer if it ends before."""
     # `pread` may return fewer bytes than asked for, and at most 2 GiB at a time.
     content = os.pread(file, end - start, start)
@@ -327,10 +327,10 @@ def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndar
     with file.open() as handle:
         descriptor = handle.fileno()
         # From the byte before the stripe: if it ends a line, a line of the stripe starts at `begin`.
-        for start in range(max(begin - 1, 0), stop, _BLOCK_BYTES):
-            content = np.frombuffer(_content(descriptor, start, min(start + _BLOCK_BYTES, stop)), np.uint8)
+        for start in range(max(begin - 1, 0), stop, BLOCK_BYTES):
+            content = np.frombuffer(read_span(descriptor, start, min(start + BLOCK_BYTES, stop)), np.uint8)
             line_ends.append(np.flatnonzero(content == ord("\n")) + start)
-            report_bytes(min(start + _BLOCK_BYTES, stop) - begin)
+            report_bytes(min(start + BLOCK_BYTES, stop) - begin)
         starts = np.concatenate(line_ends) + 1 if line_ends else np.empty(0, np.int64)
         # A line that ends with the stripe's last byte is followed by one that begins in the next stripe.
         # Where no line begins, as within a long one, there is none whose end is wanted.
@@ -355,11 +355,11 @@ def _line_end(file: int, start: int, size: int) -> int:
     """Returns the byte behind the line that byte `start` of an open file belongs to."""
     step = _LINE_SEARCH_BYTES
     while start < size:
-        content = _content(file, start, min(start + step, size))
+        content = read_span(file, start, min(start + step, size))
         if end := content.find(b"\n") + 1:
             return start + end
         if not content:
             break
         start += len(content)
-        step = min(2 * step, _BLOCK_BYTES)
+        step = min(2 * step, BLOCK_BYTES)
     return size
