@@ -129,6 +129,7 @@ def train(
                 sigmas=run.guard.sigmas,
                 traced=run.profile.steps is not None,
                 checksums=run.integrity.checksums,
+                deterministic=run.deterministic,
             )
             attempt = Attempt(
                 context=RunContext(
