@@ -1,9 +1,9 @@
 """Secrets in settings: which values of a config or a command line are never written down or printed. No jax.
 
 A value is a secret by its field's name (`api_key`, `hub_token`, `alerts.webhook`), or by itself: a URL with
-`user:password@`, with a signature or token in its query, or of a webhook, or with a part of its path
-that looks drawn at random; an argument of a call, as in `make(api_key="...")`. Only the secret part becomes `***`,
-so that two texts can still be compared: a renewed signature is not another run.
+`user:password@`, with a signature or token in its query, of a webhook, or with a part of its path that looks
+drawn at random; an argument of a call, as in `make(api_key="...")`. Only the secret part becomes `***`, so that
+two texts can still be compared: a renewed signature is not another run.
 """
 
 import re
@@ -31,8 +31,8 @@ _WEBHOOK = re.compile(
 )
 
 _ARGUMENT = re.compile(
-    r"(?i)(?P<name>\b[a-z0-9_]*(?:(?<!end_)token|secret|password|passwd|\bpass|_pass|api_?key|access_?key|credential|"
-    r"auth)\s*=\s*)(?P<quote>[\"'])(?:(?!(?P=quote)).)+(?P=quote)"
+    r"(?i)(?P<name>\b[a-z0-9_]*(?:(?<!end_)token|secret|password|passwd|\bpass|_pass|api_?key|access_?key|"
+    r"credential|auth)\s*=\s*)(?P<quote>[\"'])(?:(?!(?P=quote)).)+(?P=quote)"
 )
 """Argument of a call in a value, such as a callback's `make(api_key="...")`."""
 _PATH = re.compile(r"(?i)(?P<host>\bhttps?://[^/\s'\"?#]+)(?P<path>/[^\s'\"?#]+)")
@@ -54,7 +54,7 @@ def without_secrets(text: str) -> str:
 
 
 def _hide_tokens(path: str) -> str:
-    """Hides parts of a URL's path that look drawn at random: 20 letters and digits in a row of all three kinds.
+    """Hides parts of a URL's path that look drawn at random: 20 characters in a row, of all three kinds.
 
     Hashes in hex stay: they name a version, and two versions must not look the same.
     """

@@ -216,7 +216,7 @@ def start_heart(environ: MutableMapping[str, str]) -> Heart | None:
     beats, stacks = (int(number) for number in numbers.split(","))
     for number in (beats, stacks):
         os.set_inheritable(number, False)  # the beats' end of file must mean that this process has ended
-    # If the supervisor dies, the kernel continues this process: stopped, it would never notice the closed pipe.
+    # If the supervisor dies, the kernel continues this process: stopped, it would not notice the closed pipe.
     with contextlib.suppress(OSError, AttributeError):  # another system than Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     return Heart(beats, stacks)
