@@ -1,11 +1,11 @@
 """DESIGN's order of modules, held by reading every import: one row never looks up at the next."""
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,16 +39,18 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@functools.cache  # most tests here read all files
+def imports(source: str) -> tuple[str, ...]:
     """Dotted names of everything imported, also inside functions; `from a import b` gives `a` and `a.b`."""
-    for node in ast.walk(tree):
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the row"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
 def component(path: Path) -> str:
@@ -59,7 +61,7 @@ def component(path: Path) -> str:
 def upward(name: str, path: Path, source: str) -> list[str]:
     """Imports in `source` that break the order."""
     broken = []
-    for module in imports(ast.parse(source, str(path))):
+    for module in imports(source):
         parts = module.split(".")
         if parts[0] != "jtrain" or len(parts) < 2:
             continue
@@ -93,7 +95,7 @@ def circles(sources_by_name: dict[str, str]) -> list[str]:
     names = set(sources_by_name)
     graph: dict[str, set[str]] = {}
     for name, source in sources_by_name.items():
-        imported = set(imports(ast.parse(source))) & names - {name}
+        imported = set(imports(source)) & names - {name}
         # `from jtrain.a import b` needs jtrain.a.b, and its package only to find it.
         graph[name] = {one for one in imported if not any(other.startswith(f"{one}.") for other in imported)}
     sorter = graphlib.TopologicalSorter(graph)
@@ -117,9 +119,7 @@ def test_no_import_circles() -> None:
 def test_kernels_stand_alone() -> None:
     """`jtrain_kernels` can be used without jtrain: jax, numpy and, behind a guard, triton."""
     for path in sources("kernels"):
-        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} - set(
-            sys.stdlib_module_names
-        )
+        outside = {name.split(".")[0] for name in imports(path.read_text())} - set(sys.stdlib_module_names)
         assert outside <= KERNEL_IMPORTS, path
 
 
@@ -134,7 +134,7 @@ def test_one_door_to_the_kernels() -> None:
     importers = {
         str(path.relative_to(ROOT))
         for path in sources("jtrain")
-        for name in imports(ast.parse(path.read_text()))
+        for name in imports(path.read_text())
         if name.startswith("jtrain_kernels.") and name.split(".")[1] in ops
     }
     assert importers <= {"jtrain/model/ops.py"} | {str(p.relative_to(ROOT)) for p in sources("jtrain/bench")}
@@ -145,7 +145,7 @@ def test_fiddle_stays_with_the_config() -> None:
     importers = {
         component(path)
         for path in sources("jtrain")
-        for name in imports(ast.parse(path.read_text()))
+        for name in imports(path.read_text())
         if name.split(".")[0] == "fiddle"
     }
     assert importers <= FIDDLE_IMPORTERS
@@ -156,7 +156,7 @@ def test_nobody_imports_launch_scripts_configs_bench_or_tests() -> None:
     wheel.
     """
     for path in [*sources("jtrain"), *sources("kernels")]:
-        roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        roots = {name.split(".")[0] for name in imports(path.read_text())}
         assert not roots & {"launch", "configs", "tests", "colabs", "bench"}, path
     # Ray has no command that starts a process per node, so its script is in Python.
     assert sources("launch") == [ROOT / "launch" / "ray" / "train.py"], "other Python belongs to jtrain/"

@@ -126,15 +126,23 @@ def test_shares_are_all_tests_each_once(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    shares = []
-    for share in ("1/3", "2/3", "3/3"):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow", "-c", "/dev/null"]
-        command += [f"--rootdir={tmp_path}", f"--share={share}", str(tmp_path)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        shares.append(re.findall(r"::test_it\[(\d)\]", done.stdout))
+    options = [
+        "-q",
+        "--collect-only",
+        "-m",
+        "slow",
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+        str(tmp_path),
+    ]
+    # One process for all shares: importing tests/conftest.py is most of its seconds.
+    code = "import sys, pytest\nfor share in ('1/3', '2/3', '3/3'):\n    print('share', flush=True)\n"
+    code += "    assert not pytest.main([*sys.argv[1:], f'--share={share}'])"
+    command = [sys.executable, "-c", code, *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shares = [re.findall(r"::test_it\[(\d)\]", part) for part in done.stdout.split("share\n")[1:]]
     assert shares == [["0", "3", "6"], ["1", "4"], ["2", "5"]]
 
 
@@ -238,6 +246,9 @@ def test_a_piece_fails_that_fails_has_no_tests_or_does_not_end(
 ) -> None:
     """Each with its reason, and the pieces after it run."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    # Other plugins are half of the seconds of a process.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist")
     mark = "import pytest\n\n\n@pytest.mark.slow\n"
     sources = {"good": f"{mark}def test(): pass\n", "bad": f"{mark}def test(): assert False\n", "none": ""}
     for name, source in sources.items():
@@ -246,12 +257,13 @@ def test_a_piece_fails_that_fails_has_no_tests_or_does_not_end(
         (Piece(name, 1, True, (str(tmp_path / f"test_{name}.py"),)), f"reason {name}")
         for name in ("bad", "none", "good")
     ]
-    assert not slow_pieces.run(chosen, limit_s=600)
-    *_, bad, none, good = capfd.readouterr().out.splitlines()
+    assert not slow_pieces.run(chosen[:2], limit_s=600)
+    *_, bad, none = capfd.readouterr().out.splitlines()
     assert re.fullmatch(r"bad: FAILED: exit code 1 in .* \(reason bad\)", bad)
     assert re.fullmatch(r"none: FAILED: exit code 5 in .* \(reason none\)", none), "no test was collected"
-    assert re.fullmatch(r"good: passed in .* minutes of 1\.0 \(reason good\)", good)
     assert slow_pieces.run(chosen[2:], limit_s=600)
+    *_, good = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(r"good: passed in .* minutes of 1\.0 \(reason good\)", good)
     assert not slow_pieces.run(chosen[2:], limit_s=0)
     assert "good: FAILED: ended at the limit of the run, which had 0.0 minutes left" in capfd.readouterr().out
 

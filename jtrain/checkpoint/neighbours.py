@@ -102,13 +102,11 @@ class Neighbours:
     @contextlib.contextmanager
     def _open_link(self, process: int) -> Iterator[Link]:
         try:
-            address, silence_s = self._peers.addresses[process], self._peers.silence_s
-            with socket.create_connection(address, timeout=silence_s) as connection:
-                link.set_deadlines(connection, silence_s)
+            with link.connect(self._peers.addresses[process], self._peers.silence_s) as connection:
                 handshake = link.calling(self._peers.token, self._process, process)
                 yield Link(connection, link.converse(connection, handshake))
-        # A full folder is an OSError too, and says its own name.
-        except (ConnectionError, TimeoutError) as error:
+        # No other OSError: one of a full folder says its own name.
+        except LinkError as error:
             raise LinkError(f"the link to {self._peers.named(process)} has failed ({error})") from error
 
     def _serve(self) -> None:

@@ -295,8 +295,14 @@ def _lost_line(folder: Path, checkpoint: _PassedOver) -> str:
 
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
-    """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
-    # One number as a list, for `_list_steps` carries steps.
+    """Returns a warning if a newer checkpoint than any that is here was committed, with no trace of it left.
+
+    Args:
+      step: step that was restored.
+      passed: checkpoints that were not restored; each has a warning of its own.
+    """
+    # Process 0 alone reads the folder, and `_list_steps` gives its list to all: here a list of one step, 0 if
+    # nothing was ever committed.
     [last] = _list_steps(folder, lambda folder: [files.last_commit(folder) or 0])
     if last <= step or any(checkpoint.step >= last for checkpoint in passed):
         return []

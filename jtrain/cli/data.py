@@ -235,7 +235,7 @@ def adopt_files(args: Args) -> int:
     index = reader.PreparedIndex(args.out / args.name)
     files = "files copied" if index.made_of["adopted"] == "parquet" else "files read in place"
     print(
-        f"{args.name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
+        f"{args.name}: {row.records:,} documents, {row.tokens:,} tokens, {index.num_files:,} {files} "
         f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {args.out / args.name} "
         f"({row.state})"
     )

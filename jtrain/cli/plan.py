@@ -137,7 +137,8 @@ def command(args: Args, values: dict[str, str], settings: dict[str, object]) -> 
     otherwise.
 
     Args:
-      given: path -> value as text, of the config.
+      values: path -> value as text, of the config.
+      settings: path -> value that the search chose.
     """
     words = ["python", "-m", "jtrain.launch", f"--config={args.config}"]
     for fiddler in args.fiddlers:

@@ -1,4 +1,8 @@
-"""Command line of walls: `python -m jtrain.plan walls --device h100 --days 90 --batch-tokens 16M`."""
+"""Command line of walls: `python -m jtrain.plan walls --device h100 --days 90 --batch-tokens 16M`.
+
+A wall is the FLOP of the largest run that can end in time: with devices that are still well used (the
+data-movement wall), or with any number of devices (the latency wall). See `plan/economics/walls.py`.
+"""
 
 import dataclasses
 
@@ -42,7 +46,11 @@ def add_options(parser: Parser) -> None:
 
 
 def execute(args: Args) -> int:
-    """Runs the parsed command line; returns the exit code."""
+    """Prints both walls, how they move with batch and latency, and how far `--count` devices get.
+
+    Returns:
+      The exit code.
+    """
     start_without_devices()
 
     from jtrain.plan.economics.walls import (
@@ -62,13 +70,13 @@ def execute(args: Args) -> int:
     latency_s = collective_latency_s(machine.device) if args.latency_us is None else args.latency_us / 1e6
     cluster = Cluster(machine.device, days * SECONDS_PER_DAY, batch, latency_s)
     wall = data_wall(cluster)
-    # The walls may lie beyond any machine: then no run scales at all.
+    # None: not even the smallest run uses its devices well.
     if wall is None:
         raise UserError(
             f"no run of {days:g} days with {batch:,.0f} tokens a step scales on {machine.device.name}: raise "
             "--days or --batch-tokens, or lower --latency-us."
         )
-    # Only the machine of a file has a size of its own.
+    # A file of a machine says how many devices it has; the name of a device does not.
     count = args.count or (machine.count if args.machine is not None else None)
     own_run = None if count is None else largest_run(cluster, count)
     if count is not None and own_run is None:

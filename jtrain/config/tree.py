@@ -232,9 +232,21 @@ def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config[Any]:
+    """Makes the config of one component from the printed text, and of the components in it.
+
+    Example: values {"optimizer": "AdamW", "optimizer.peak_lr": "0.001", "model.num_layers": "2"} and prefix
+    "". The field `optimizer` may be one of two classes, so a line names it: it becomes `_read(AdamW, values,
+    "optimizer.")`. `model` has only one class and no line of its own.
+
+    Args:
+      values: path -> text, of the whole config, as `parse` returns it. A text is a literal, a class name or
+        `NOT_SET`.
+      prefix: path of the component with a dot at its end; empty for the root.
+    """
     config = fdl.Config(component)
     for name, (annotation, _) in _fields(config).items():
         path = prefix + name
+        # Classes that the annotation allows: the members of a union, or the one class that it is.
         components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
         if (component_kind := _named_component(annotation)) is not None and path not in values:
             # Keys of the components, in the order of the text.

@@ -17,10 +17,12 @@ from jtrain.data.held_out import HeldOutSet
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.plane.iterator import BatchIterator, to_json
+from jtrain.data.planner.packing import Packing
 from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.sources.file_parts import STRIPE_BYTES
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
+from jtrain.data.sources.source import field_of
 from jtrain.data.spec import PackedText
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.chunk_stream import ChunkStream
@@ -32,7 +34,7 @@ from jtrain.errors import UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.link import meet
 
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 """Version of the saved form; a state of another version is refused, as its batches could not be the same."""
 
 SLOTS = 2
@@ -78,16 +80,25 @@ class TextDataset:
         self.seed = seed
         setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in setups)
-        self.streams = [ChunkStream(setup, opening_of(setup.name, say)) for setup in setups]
+        self.streams = [self._open(setup) for setup in setups]
         # With what opening has found: a source of text estimates its chunk size then.
         self.setups = tuple(
-            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
-            for setup, stream in zip(setups, self.streams, strict=True)
+            dataclasses.replace(stream.setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
+            for stream in self.streams
         )
         self.tokenizer = self.streams[0].tokenizer
         self._check_size("training")
         if spec.eval_fraction:
             self._check_size("evaluation")
+
+    def _open(self, setup: SourceSetup) -> ChunkStream:
+        stream = ChunkStream(setup, opening_of(setup.name, self.say))
+        self.spec.check_samples(setup.name, setup.source, has_samples=stream.has_samples)
+        chunk_tokens, row_tokens = self.spec.cut_of(has_samples=stream.has_samples)
+        if row_tokens == setup.row_tokens:
+            return stream
+        # An adopted index with labels: no field of the source says that its documents are samples.
+        return stream.with_setup(dataclasses.replace(setup, chunk_tokens=chunk_tokens, row_tokens=row_tokens))
 
     @property
     def vocab_size(self) -> int:
@@ -265,6 +276,10 @@ class TextDataset:
         weight_of_source = {name: source.weight for name, source in self.spec.named_sources.items()}
         return own_weights(self.spec.mixture, weight_of_source)
 
+    @property
+    def _packing(self) -> Packing:
+        return self.spec.packing_of(has_samples=any(stream.has_samples for stream in self.streams))
+
     def _planner_spec(self, cost: tuple[float, float]) -> PlannerSpec:
         spec = self.spec
         return PlannerSpec(
@@ -272,7 +287,7 @@ class TextDataset:
             chunks_per_epoch=tuple(len(stream) for stream in self.streams),
             seq_len=spec.seq_len,
             global_batch=spec.global_batch,
-            packing=spec.packing_of(spec.named_sources.values()),
+            packing=self._packing,
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,
@@ -300,6 +315,17 @@ class TextDataset:
                     f"the data state was saved with {key}={state.get(key)!r}, but here it is {expected!r}: "
                     f"{ways_out(way_out)}"
                 )
+        # By its name another packing is meant; by default it changes with the first or last source of samples.
+        if (saved_packing := state["planner"]["packing"]) != self._packing and self.spec.packing is None:
+            with_samples = [
+                field_of(n) for n, s in zip(self.names, self.streams, strict=True) if s.has_samples
+            ]
+            reason = f"because {with_samples[0]} has" if with_samples else "as no source has"
+            way_out = "Set data.packing to the one that is meant, with --allow-change data, to go on with it"
+            return (
+                f"the data state was saved with data.packing={saved_packing!r}, but here it is "
+                f"{self._packing!r}, {reason} samples: {ways_out(way_out)}"
+            )
         resumed_sources = []
         for name, stream in zip(self.names, self.streams, strict=True):
             # A source that is new in the config begins at its first document.

@@ -168,7 +168,7 @@ class HeldOutSet:
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"held out": 1.0}),
-                packing=spec.packing_of(stream.setup.source for stream in self.streams),
+                packing=spec.packing_of(has_samples=any(stream.has_samples for stream in self.streams)),
                 epochs=1,
                 balance=False,
             ),
@@ -298,8 +298,10 @@ def open_sets(
     held_out_sets = {}
     for name, source in sets.items():
         field = f"{HELD_OUT_PREFIX}{name}"
+        has_samples = source.mask is not None
+        spec.check_samples(field, source, has_samples=has_samples)
         tokenizer = source.tokenizer or spec.tokenizer
-        chunk_tokens, row_tokens = spec.cut_of(source)
+        chunk_tokens, row_tokens = spec.cut_of(has_samples=has_samples)
         setup = dataclasses.replace(
             setups[0],
             name=field,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -45,9 +44,9 @@ class PackedText:
       row), or rows (each row then holds one source).
     packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit`
       and `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large
-      batches. None: `best_fit` if a source has samples (`messages_field`, `prompt_field`, `mask_field`, see
-      `Source.on_too_long`), otherwise `concat`. By its name `concat` cuts samples too: the rest of a sample
-      is then learned in another row, without its prompt.
+      batches. None: `best_fit` if a source has samples (`messages_field`, `prompt_field`, `mask_field`, or an
+      adopted index with labels of -100; see `Source.on_too_long`), otherwise `concat`. By its name `concat`
+      cuts samples too: the rest of a sample is then learned in another row, without its prompt.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never
       change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the
@@ -127,21 +126,37 @@ class PackedText:
                     f"first; not {ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
-            if self.packing == "concat" and source.mask is not None and source.on_too_long != "split_turns":
-                raise UserError(
-                    f"{field_of(name)}.on_too_long={source.on_too_long!r} keeps samples whole, but "
-                    "data.packing='concat' cuts them at row ends. Remove one of the two."
-                )
+            # An adopted index may hold samples, which is known when it is open.
+            if self.prepared is None or source.mask is not None:
+                self.check_samples(name, source, has_samples=source.mask is not None)
 
-    def packing_of(self, sources: Iterable[Source]) -> Packing:
-        """Returns the packing of rows of these sources."""
-        if self.packing is not None:
-            return self.packing
-        return "best_fit" if any(source.mask is not None for source in sources) else "concat"
+    def check_samples(self, name: str, source: Source, *, has_samples: bool) -> None:
+        """Refuses a rule for long samples of a source without samples, or whose samples are cut anywhere.
 
-    def cut_of(self, source: Source) -> tuple[int, int | None]:
-        """Returns `chunk_tokens` and `row_tokens` of a source's setup."""
-        if source.mask is None or self.packing == "concat":
+        Args:
+          has_samples: see `ChunkStream.has_samples`.
+        """
+        if source.on_too_long == "split_turns":
+            return
+        field = field_of(name)
+        if not has_samples:
+            raise UserError(
+                f"{field}.on_too_long={source.on_too_long!r} is for samples, and text may be cut anywhere. Set "
+                f"{field}.messages_field, prompt_field or mask_field, or remove it."
+            )
+        if self.packing == "concat":
+            raise UserError(
+                f"{field}.on_too_long={source.on_too_long!r} keeps samples whole, but data.packing='concat' "
+                "cuts them at row ends. Remove one of the two."
+            )
+
+    def packing_of(self, *, has_samples: bool) -> Packing:
+        """Returns the packing of the rows of some sources, of which one has samples or none."""
+        return self.packing or ("best_fit" if has_samples else "concat")
+
+    def cut_of(self, *, has_samples: bool) -> tuple[int, int | None]:
+        """Returns `chunk_tokens` and `row_tokens` of the setup of a source with samples, or without."""
+        if not has_samples or self.packing == "concat":
             return self.seq_len, None
         return -(-self.seq_len // 2), self.seq_len
 
@@ -183,8 +198,8 @@ class PackedText:
                 seed=seed,
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
-                chunk_tokens=self.cut_of(source)[0],
-                row_tokens=self.cut_of(source)[1],
+                chunk_tokens=self.cut_of(has_samples=source.mask is not None)[0],
+                row_tokens=self.cut_of(has_samples=source.mask is not None)[1],
                 chunk_bytes=None,
                 window_bytes=int(window_bytes),
                 # Counted epochs need the number of chunks, so every file is opened at the start.

@@ -16,7 +16,8 @@ def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str])
     spare, so the smaller of the two is counted.
 
     Args:
-      types: those of the program.
+      group: number of devices that communicate with each other.
+      types: name -> result type of every instruction of the program, where operands are looked up.
     """
     kind, type_ = instruction.collective, instruction.type
     if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):

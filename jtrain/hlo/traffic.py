@@ -96,6 +96,8 @@ def traffic(
     Raises:
       UserError: the trip count of a loop around a collective is unknown.
     """
+    # Keys as `_add` makes them: the fields of a row, and then the name of a sum: (kind, axes, group, dtype,
+    # name). Each row has four entries: count, bytes, async_bytes and hidden_bytes.
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for visit in visits(hlo, branch_times):
         instruction = visit.instruction
@@ -107,9 +109,10 @@ def traffic(
         groups = groups_of(instruction, mesh_shape)
         group = max(len(members) for members in groups) if groups else 1
         # One instruction may carry arrays of several dtypes, each a row of its own.
-        for dtype, size in whole_arrays(instruction, group, visit.types):
+        for dtype, array_size_bytes in whole_arrays(instruction, group, visit.types):
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
-            _add(total, key, visit, num_runs, size)
+            _add(total, key, visit, num_runs, array_size_bytes)
+    # `key[:-1]` drops the name of the sum: one row for the four entries.
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
 
 
@@ -122,6 +125,7 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
     Raises:
       UserError: the trip count of a loop around a copy is unknown.
     """
+    # Keys: (direction, name of the sum).
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
     counted_computations: set[str] = set()  # computations inside a start that is counted already
     for visit in visits(hlo, branch_times):
@@ -129,12 +133,12 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
             None if visit.computation in counted_computations else host_copy(visit.instruction, visit.body)
         )
         if transfer is not None:
-            direction, size = transfer
+            direction, copied_bytes = transfer
             # The copy inside an async start is the start itself: counting both would double it.
             counted_computations.update(visit.instruction.called)
             num_runs = _known_num_runs(visit, "copy")
-            _add(total, (direction,), visit, num_runs, size)
-            total[direction, "duplex_bytes"] += num_runs * size * _meets_opposite(visit, direction)
+            _add(total, (direction,), visit, num_runs, copied_bytes)
+            total[direction, "duplex_bytes"] += num_runs * copied_bytes * _meets_opposite(visit, direction)
     keys = sorted({key[:-1] for key in total})
     return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in keys]
 
@@ -153,19 +157,23 @@ def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
 
 
 def _add(
-    total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, num_runs: int, size: int
+    total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, num_runs: int, size_bytes: int
 ) -> None:
+    """Adds `num_runs` executions of an array of `size_bytes` to the four sums of the row `key`."""
     total[*key, "count"] += num_runs
-    total[*key, "bytes"] += num_runs * size
-    total[*key, "async_bytes"] += num_runs * size * visit.is_async
-    total[*key, "hidden_bytes"] += num_runs * size * visit.is_hidden
+    total[*key, "bytes"] += num_runs * size_bytes
+    # A bool counts as 0 or 1.
+    total[*key, "async_bytes"] += num_runs * size_bytes * visit.is_async
+    total[*key, "hidden_bytes"] += num_runs * size_bytes * visit.is_hidden
 
 
 def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
+    """Returns the four sums of the row `key`, in the order of the fields of `Traffic` and `HostCopies`."""
     return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
 
 
 def _known_num_runs(visit: Visit, name: str) -> int:
+    """Returns how often an instruction runs per execution of the program; refuses an unknown trip count."""
     if visit.num_runs is None:
         line = visit.instruction.line[:200]
         raise UserError(f"{name} is in a loop whose trip count is not in the HLO: {line}")

@@ -226,7 +226,17 @@ send_back.defvjp(
 
 
 def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], devices: int) -> Array:
-    """Ragged all-to-all; XLA:CPU has none and exchanges blocks of the largest possible size."""
+    """Ragged all-to-all; XLA:CPU has none and exchanges blocks of the largest possible size.
+
+    Args:
+      x: rows to send, [rows, D].
+      num_rows: rows of the result, [num_rows, D]; those that nobody sends are zero.
+      slices: four int32 arrays [X], as `Exchange.sent` and `Exchange.returned` give them: first row of each
+        slice in x, number of its rows, its first row in the receiver's result, and the numbers of rows that
+        arrive here. Each has X / devices neighbours per device: the receiving one in the first three
+        arrays, the sending one in the last.
+      devices: devices along `expert`.
+    """
     first, count, first_there, arriving = slices
 
     def ragged(x: Array) -> Array:
@@ -242,11 +252,21 @@ def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], 
 def _padded(
     x: Array, num_rows: int, first: Array, count: Array, first_there: Array, arriving: Array, devices: int
 ) -> Float[Array, "..."]:
-    """Result of the ragged all-to-all by one of equal blocks, each of the largest possible size."""
+    """Result of the ragged all-to-all by one of equal blocks, each of the largest possible size.
+
+    Device e sends one block to each device, with its slices for that device one behind the other and rows of
+    no meaning after them. The receiver moves the rows in use to their places. The arguments are those of
+    `_ragged`, its slices one by one.
+    """
+    # One of x and the result has `buffer_rows` rows: divided by the devices, the most that one sends another.
     block_rows = max(x.shape[0], num_rows) // devices
 
     def slice_of(count: Array) -> tuple[Array, Array, Array]:
-        """Slice of each row of a block, its offset within the slice, and True if the row is in use."""
+        """Slice of each row of a block, its offset within the slice, and True if the row is in use.
+
+        Args:
+          count: rows of each slice, [devices, slices of a device]; all results are [devices, block_rows].
+        """
         end = jnp.cumsum(count, axis=1)
         row = jnp.broadcast_to(jnp.arange(block_rows), (devices, block_rows))
         slice_index = jnp.sum(row[:, :, None] >= end[:, None, :], axis=-1)

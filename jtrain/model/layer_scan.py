@@ -119,11 +119,21 @@ def check_scanned(scan_layers: bool) -> None:
 def _streaming_loop(
     layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int, offload: tuple[str, ...]
 ) -> LayerCarry:
+    """The loop of `scan_layers` with a backward pass of its own; arguments and result are the same.
+
+    The weights are taken apart into lists with one entry per weight, of arrays [Y, ...], or None where a
+    weight has no such array. They differ in how one layer's array gets to the layer:
+
+    trained: what JAX differentiates: the weight itself, or `Detached.trained`. Sliced by the scan.
+    resident: values of `Detached` weights that are on the device. Sliced by the scan.
+    streamed: values in host memory. Fetched while the layer before computes.
+    resident_sums, streamed_sums: `Summed.total` on the device, or in host memory. Only the backward pass
+      reads and writes them.
+    """
     wrapped, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
     # Layer numbers, and not a counter in the carry: a reverse scan then counts down by itself.
     layer_numbers = jnp.arange(num_layers)
-    # Each list has one entry per weight: None where the weight has no such array.
     leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in wrapped]
     sums = [leaf.total if isinstance(leaf, Summed) else None for leaf in wrapped]
     resident_sums = [None if total is None or _on_host(total) else total for total in sums]
@@ -140,6 +150,7 @@ def _streaming_loop(
         return layer(x, jax.tree.unflatten(tree, merged), shared)
 
     def fetch(stacked: Any, index: Array | int) -> Any:
+        """Copies one layer's arrays of a pytree of stacked ones to the device."""
         slices = jax.tree.map(
             lambda value: jax.lax.dynamic_index_in_dim(value, index, keepdims=False), stacked
         )
@@ -152,6 +163,15 @@ def _streaming_loop(
         resident: Any,
         streamed: Any,
     ) -> Any:
+        """Goes through the layers in ascending order.
+
+        Args:
+          compute: (x, trained, values) of one layer -> (x, what to save of the layer).
+
+        Returns:
+          ((x of the last layer, its streamed values), the saved arrays of all layers, stacked).
+        """
+
         def body(carry: Any, xs: Any) -> Any:
             (x, current), (y, trained, resident) = carry, xs
             # Asked for before the layer computes, so that the copy runs beside it; the last layer fetches
@@ -172,7 +192,9 @@ def _streaming_loop(
         resident_sums: Any,
         streamed_sums: Any,
     ) -> LayerCarry:
+        # Arguments for the backward pass only: it returns the new sums as the gradients of the old ones.
         del resident_sums, streamed_sums
+        # Without differentiation nothing is saved.
         (x, _), _ = loop(
             lambda x, trained, values: (run_layer(x, trained, values, shared), None),
             x,
@@ -203,6 +225,7 @@ def _streaming_loop(
             # of it.
             saved: list[Any] = [vjp.args_res[0], *vjp.opaque_residuals]
             names: list[str | None] = [LAYER_INPUT]
+            # Without `offload` the other names are None, which stays on the device.
             if offload:
                 names += _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
             is_offloaded = [name in offload for name, _ in itertools.zip_longest(names, saved)]
@@ -245,6 +268,9 @@ def _streaming_loop(
         ) = residuals
 
         def body(carry: Any, xs: Any) -> Any:
+            # `current`, `current_saved` and `current_sum` are the streamed values, offloaded activations and
+            # streamed sums of layer y, fetched while layer y + 1 computed. `pending` has the new sums of
+            # layer y + 1, which are not written to host memory yet.
             (
                 (grad, current, current_saved, resident_sums, streamed_sums, current_sum, pending),
                 (y, vjp, trained, resident),
@@ -334,6 +360,7 @@ def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
 
 
 def _fill_missing(resident: list[Any], fetched: list[Any]) -> list[Any]:
+    """Replaces each None of `resident` by the entry of `fetched` at the same place."""
     return [
         fetched_value if value is None else value
         for value, fetched_value in zip(resident, fetched, strict=True)
@@ -349,6 +376,7 @@ def _is_detached(leaf: Any) -> bool:
 
 
 def _streams(leaf: Any) -> bool:
+    """True if a weight's value, or the sum of its gradients, is in host memory."""
     weight = leaf.weight if isinstance(leaf, Summed) else leaf
     sum_streams = isinstance(leaf, Summed) and _on_host(leaf.total)
     return sum_streams or (_is_detached(weight) and _on_host(weight.value))

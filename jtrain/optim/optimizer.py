@@ -253,6 +253,12 @@ class Optimizer:
     def _update_arrays(
         self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: ParamState, noise: Noise
     ) -> tuple[Array, ParamState]:
+        """Updates a parameter, one layer of it or a slice, as `update_param` passes them.
+
+        Computes in f32; `noise` knows the place of the arrays in the parameter. Every product that is added
+        to something goes through `round_alone`: a compiler may otherwise fuse the two into one rounding,
+        depending on the rest of the program, and the last bit would depend on the layout.
+        """
         spec = self.spec
         mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
@@ -278,6 +284,7 @@ class Optimizer:
         p = _f32(leaf.get("master", param))
         # Norm scales are vectors and never decay.
         decay = spec.weight_decay if info.is_matrix else 0.0
+        # Decoupled decay, as in AdamW: p - lr (direction + decay p), beside the moments.
         p = p - round_alone(update.learning_rate * (direction + round_alone(decay * p)))
         if "master" in leaf:
             new["master"] = p
@@ -289,6 +296,7 @@ class Optimizer:
         new_param, new = jax.tree.map(
             lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)
         )
+        # NaN in the parameter stands for any number of its state that is not finite, and is counted later.
         # After the select, so that the count sees the arrays that the state will hold.
         return mark_nonfinite(new_param, new), new
 
@@ -351,6 +359,7 @@ def _f32(x: Array) -> Array:
 
 
 def _mean(new: Array, old: Array, rate: float) -> Array:
+    """Exponential moving average: (1 - rate) new + rate old, each product rounded by itself."""
     return round_alone((1.0 - rate) * new) + round_alone(rate * old)
 
 

@@ -25,7 +25,7 @@ class PipelinePlan:
     """A pipeline of a config on a machine; everything but the schedule.
 
     title: config, machine and mesh.
-    spec: layout of the run, with its number of microbatches; its mesh has the stages.
+    run: the config: its layout has the number of microbatches, its mesh that of the stages.
     csv: file of the schedule, if it is one of the user's own.
     alone: the fastest ZeRO-3 layout that fits into the same devices without a pipeline; None if none does.
     """

@@ -117,6 +117,16 @@ def meet() -> tuple[socket.socket, Peers]:
     return listening, Peers(multihost.process_index(), addresses, token.tobytes())
 
 
+def connect(address: tuple[str, int], silence_s: float) -> socket.socket:
+    """Connects to a process; raises LinkError whatever the reason that it cannot be reached."""
+    try:
+        connection = socket.create_connection(address, timeout=silence_s)
+    except OSError as error:
+        raise LinkError(str(error)) from error
+    set_deadlines(connection, silence_s)
+    return connection
+
+
 def set_deadlines(connection: Any, silence_s: float) -> None:
     """Has the kernel end a TCP connection whose other end acknowledges nothing for `silence_s` seconds.
 
@@ -333,11 +343,13 @@ def converse[T](connection: socket.socket, steps: Generator[WireStep, bytearray,
 
 
 def send_all(connection: socket.socket, content: bytes | memoryview) -> None:
-    """Sends all of `content`; raises LinkError if the other end does not take it within the time-out."""
+    """Sends all of `content`; raises LinkError if the other end does not take it, or not in time."""
     try:
         connection.sendall(content)
     except TimeoutError:
         raise LinkError(f"{len(content):,} bytes were not taken in {connection.gettimeout():g} s") from None
+    except OSError as error:  # no route to a host without power is no ConnectionError
+        raise LinkError(str(error)) from error
 
 
 def ended_early(arrived: int, expected: int | None) -> LinkError:
@@ -406,6 +418,11 @@ def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
             filled += count
     except TimeoutError:
         raise LinkError(f"{filled:,} of the next {size_bytes:,} bytes arrived in {limit_s:g} s") from None
+    except LinkError:
+        raise
+    except OSError as error:
+        raise LinkError(str(error)) from error
     finally:
-        connection.settimeout(limit_s)
+        with contextlib.suppress(OSError):  # of a closed socket
+            connection.settimeout(limit_s)
     return content

@@ -310,8 +310,10 @@ class Supervisor:
             child.join()
 
     def _note_progress(self) -> None:
-        """Learns from the heartbeats the limits, the step from which the attempt went on, and of other hosts;
-        tells those how the processes of this one are.
+        """Reads time limits, start step and number of processes from the heartbeats of this host's processes.
+
+        If there are more processes than this host has, meets the supervisors of the other hosts; from then on
+        tells them at each call how the processes of this host are.
         """
         beats = [child.beat for child in self._children if child.beat is not None]
         for beat in beats:

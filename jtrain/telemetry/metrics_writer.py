@@ -173,13 +173,19 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, values: dict[str, Any], folder: str) -> None:
+    def _write(self, values: dict[str, Any], tag: str) -> None:
+        """Appends a line to metrics.jsonl and its numbers to TensorBoard: `loss_nats` as `train/loss_nats`.
+
+        Args:
+          values: the line, with its `step`.
+          tag: first part of the names in TensorBoard, `train` or `eval`.
+        """
         if self._lines is not None:
             self._lines.append(encode(values).encode())
         if self._events is not None:
             # The step is the event's own field.
             numbers = {name: value for name, value in values.items() if name != "step"}
-            self._events.add(values["step"], _numbers(numbers, folder))
+            self._events.add(values["step"], _numbers(numbers, tag))
 
 
 def _broken_stream_allowed() -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from jtrain.bench.faults import draw_trials
 SLICE = ("kill-commit",)
 """Kinds whose trials are short, on one process; the slow test below has all kinds."""
 
-BAD = ("forgets", "diverges", "stays")
+BAD = ("forgets", "diverges")
 """Kinds that the test adds: the harness has to find what they do."""
 
 SEED = 2
@@ -26,43 +26,34 @@ TRIALS = len(SLICE) + len(BAD)
 """One of each kind."""
 
 HARNESS = """
-import sys
+import shutil, sys
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials import kinds, processes
 
 kinds.register_all()
 
-@kinds.fault("forgets", "all that a run needs to go on is lost")
+@kinds.fault("forgets", "all that a run needs to go on is lost, and a process stays after the training")
 def forgets(trial):
-    trial.from_half()
+    shutil.copytree(trial.lab.folder / "unbroken0" / "workdir", trial.workdir.path)
     for name in ("checkpoints", "run.json", "config.txt", "goodput.json"):
         (trial.workdir.path / name).rename(trial.folder / name)
+    processes.fork(lambda: processes.time.sleep(600) or 0, trial.folder / "sleeper.log")
+    usual_s, processes.ENDED_S = processes.ENDED_S, 1.0  # this one never ends
+    trial.cleanups.callback(setattr, processes, "ENDED_S", usual_s)
 
 @kinds.fault("diverges", "a run computes something else")
 def diverges(trial):
     trial.recipe = trial.recipe.changed("seed=1")
-
-@kinds.fault("stays", "a process stays after the training")
-def stays(trial):
-    trial.from_half()
-    attempt = trial.start()
-    processes.fork(lambda: processes.time.sleep(600) or 0, trial.folder / "sleeper.log")
-    attempt.wait()
-    usual_s, processes.ENDED_S = processes.ENDED_S, 1.0  # this one never ends
-    try:
-        trial.record_end(attempt)
-    finally:
-        processes.ENDED_S = usual_s
 
 sys.exit(bench(["faults", *sys.argv[1:]]))
 """
 
 
 def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
-    """The slice for every change, on one process; and a run that forgets, one that diverges, a process that
-    stays.
+    """The slice for every change, on one process; and a run that forgets, beside a process that stays, and one
+    that diverges.
 
-    All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
+    All in one command, which shares its imports and its unbroken run: exit 1, because of those two alone.
     """
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
     arguments = ("--trials", str(TRIALS), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
@@ -83,7 +74,7 @@ def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: 
     assert re.search(r"more than one interval lost: at step|refused: ", said["forgets"])
     assert "step 1 diverges" in said["diverges"]
     assert re.search(r"the final state diverges in \d\d of", said["diverges"])
-    assert "a process stayed behind" in said["stays"]
+    assert "a process stayed behind" in said["forgets"]
     for name, text in failed.items():
         kind, seed = name.split()
         assert f"python -m jtrain.bench faults --trials 1 --seed {seed} --only {kind} --processes 1" in text

@@ -176,7 +176,7 @@ def test_a_kill_at_this_instant_loses_nothing(
     assert not set(remains) & set(removal.unread_names(tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_kills_one_after_another_lose_nothing(savers: Savers, tmp_path: Path, kills: int) -> None:
     """Each run continues in the directory that the last one left."""
     rng = random.Random(kills)

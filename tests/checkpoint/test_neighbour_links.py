@@ -1,5 +1,6 @@
 """Links of neighbours that fail: both ends name the other one, and neither waits for it."""
 
+import dataclasses
 import itertools
 import os
 import time
@@ -124,6 +125,19 @@ def test_a_link_that_fails_is_named_by_both_ends(pair: Pair, fault: Fault, momen
     assert any(slots.whole_slots(pair.folders[1] / "copy-0")) == (
         fault == "one_way" and moment != "at the start"
     )
+
+
+def test_a_neighbour_on_a_host_without_a_route_is_named(pair: Pair, tmp_path: Path) -> None:
+    """As one without power: the error of the kernel is neither a ConnectionError nor a TimeoutError."""
+    own, _ = pair.ends[0]._peers.addresses
+    # The kernel has no route for a TCP connection to everybody.
+    pair.ends[0]._peers = dataclasses.replace(pair.ends[0]._peers, addresses=(own, ("255.255.255.255", 9)))
+    for move in (
+        lambda: pair.ends[0].send(pair.slot(0)),
+        lambda: pair.ends[0].fetch(1, 1, 7, tmp_path / "got"),
+    ):
+        with pytest.raises(LinkError, match=r"process 1 at 255\.255\.255\.255:9 has failed \(.*unreachable"):
+            move()
 
 
 @pytest.mark.parametrize("fault", [pytest.param(one, marks=pytest.mark.slow) for one in FAULTS])

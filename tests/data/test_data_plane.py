@@ -71,8 +71,17 @@ def segments_of(pids: list[int]) -> set[str]:
     return {name for name in found if name.startswith("/dev/shm/")}
 
 
-@pytest.mark.parametrize("packing", ["concat", "first_fit", "best_fit"])
-@pytest.mark.parametrize("unit", ["tokens", "rows"])
+@pytest.mark.parametrize(
+    ("unit", "packing"),
+    [
+        ("tokens", "concat"),
+        ("rows", "best_fit"),
+        ("tokens", "first_fit"),
+        pytest.param("rows", "concat", marks=pytest.mark.slow),
+        pytest.param("tokens", "best_fit", marks=pytest.mark.slow),
+        pytest.param("rows", "first_fit", marks=pytest.mark.slow),
+    ],
+)
 def test_loader_processes_give_the_stream_of_one_thread(folder: Path, packing: str, unit: str) -> None:
     """Batches that are filled in several blocks, as in production; rows of whole documents are as written."""
     dataset = open_dataset(spec(folder, packing=packing, mixture_unit=unit, **PRODUCTION), seed=0)

@@ -34,10 +34,10 @@ def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> t
 def test_eight_then_four_then_sixteen_hosts_hold_the_batches_of_one(folder: Path, packing: str) -> None:
     """All four arrays of each batch."""
     dataset = open_dataset(spec(folder, packing=packing), seed=0)
-    want, _ = hosts_batches(dataset, None, 1, 15)
-    found, state = hosts_batches(dataset, None, 8, 5)
+    want, _ = hosts_batches(dataset, None, 1, 9)
+    found, state = hosts_batches(dataset, None, 8, 3)
     for hosts in (4, 16):
-        more, state = hosts_batches(dataset, state, hosts, 5)
+        more, state = hosts_batches(dataset, state, hosts, 3)
         found += more
     for got, batch in zip(found, want, strict=True):
         assert_same_batch(got, batch)

@@ -242,11 +242,20 @@ def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest
     assert here == [eager.identity_of(record) for record in range(8)]
 
 
-def test_a_corpus_without_records_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [1, 50])
+def test_a_corpus_without_records_is_refused(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_parts, "STRIPE_BYTES", 5000 // parts)
     (tmp_path / "a.jsonl").write_text("\n" * 5000)
     corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)
+    assert len(corpus.names) == parts
     order = GrowingChunks(
-        corpus, ChunkCut(CHUNK, 2, exact=True), seed=0, generations=ONE_FILE, window_bytes=100
+        corpus,
+        ChunkCut(CHUNK, 2, exact=True),
+        seed=0,
+        generations=(Generation(0, 0, 0, parts),),
+        window_bytes=100,
     )
     with pytest.raises(ValueError, match=r"none of its 1 files holds a record\. Set the source's path"):
         order.anchor(0)

@@ -108,9 +108,17 @@ def test_all_messages_are_learned_and_cut_into_the_same_tokens_where_the_prompt_
         assert (masked.target_BL == IGNORE).sum() > (whole.target_BL == IGNORE).sum()
 
 
-@pytest.mark.parametrize("form", ["raw", "prepared"])
-@pytest.mark.parametrize("tokenizer_kind", ["bytes", "bpe"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def pairs(*three: tuple[str, str]) -> list[Any]:
+    """Cases of three settings with two values each; the quick ones have every pair of values of any two."""
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] * (sum(map(tuple.index, three, case)) % 2))
+        for case in itertools.product(*three)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_kind", "form"), pairs(("jsonl", "parquet"), ("bytes", "bpe"), ("raw", "prepared"))
+)
 def test_rows_hold_the_chats_and_targets_are_what_assistants_say(
     kind: str, tokenizer_kind: str, form: str, tmp_path: Path, tokenizer_json: Path
 ) -> None:
@@ -145,9 +153,9 @@ def test_rows_hold_the_chats_and_targets_are_what_assistants_say(
     assert seen == want.keys()
 
 
-@pytest.mark.parametrize("form", ["raw", "prepared"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(
+    ("packing", "kind", "form"), pairs(("concat", "best_fit"), ("jsonl", "parquet"), ("raw", "prepared"))
+)
 def test_long_chats_keep_their_mask_through_chunks_and_rows(
     packing: str, kind: str, form: str, tmp_path: Path
 ) -> None:

@@ -113,9 +113,9 @@ def test_a_sorted_corpus_of_ten_windows_is_read_as_one_shuffle(
     spec = spec_of(write_in(form, tmp_path / "files", texts), tmp_path / "cache", shuffle_window_bytes=window)
     dataset = open_dataset(spec, seed=0)
     assert dataset.streams[0].size_bytes > 9 * window or form == "parquet"
-    assert_as_one_shuffle(measure_order(dataset, 100))
-    printed = "\n".join(lines_of(measured(dataset.spec, 20)))
-    assert "nan" not in printed
+    report = measure_order(dataset, 100)
+    assert_as_one_shuffle(report)
+    assert "nan" not in "\n".join(lines_of(report))
 
 
 def test_a_shuffled_corpus_and_a_prepared_one_are_too(texts: list[str], tmp_path: Path) -> None:
@@ -142,9 +142,10 @@ def test_a_sorted_corpus_in_its_own_order_is_found(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the bounds above: windows of parts that follow one another, as large parts make them."""
-    path = write(tmp_path / "a.jsonl", texts)
+    spec = spec_of(write(tmp_path / "a.jsonl", texts), tmp_path / "cache")
+    assert "nan" not in "\n".join(lines_of(measured(spec, 20))), "with the fewest steps"
     monkeypatch.setattr(growing_order, "spread_windows", lambda p, s, k, **_: np.array_split(p, 10))
-    report = measured(spec_of(path, tmp_path / "cache"), 40)
+    report = measured(spec, 40)
     assert report.topics.met.found < 5 < report.topics.met.chance
     assert report.topics.loss_ratio > 1.2
     assert report.topics.window_distance.found > 3 * report.topics.window_distance.chance

@@ -12,102 +12,35 @@ import pytest
 from hypothesis import given
 
 from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.held_out import open_sets
 from jtrain.data.inspect.order_report import measure_order
 from jtrain.data.loss_mask import pieces_of_sample
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources.formats import chat
 from jtrain.errors import UserError
-from jtrain.layout.constants import IGNORE
-from jtrain.layout.dims import Batch
-from tests.data.masked_sources import write_records
-
-Turn = tuple[str, str]
-"""A prompt and its answer, which both begin with the number of the turn."""
-
-SEQ_LEN = 128
-
-
-def turns_of(numbers: range, rng: np.random.Generator, most: int) -> list[Turn]:
-    """Turns whose number tells them apart from all others."""
-    pads = rng.integers(0, most, (len(numbers), 2)).tolist()
-    return [(f"q{n}{'q' * a};", f"A{n}{'A' * b}.") for n, (a, b) in zip(numbers, pads, strict=True)]
-
-
-def samples(count: int, most_turns: int, most: int = 40) -> list[list[Turn]]:
-    rng, end, made = np.random.default_rng(0), 0, []
-    for num in rng.integers(1, most_turns + 1, count).tolist():
-        made.append(turns_of(range(end, end := end + num), rng, most))
-    return made
-
-
-def record_of(form: str, turns: list[Turn]) -> dict[str, Any]:
-    match form:
-        case "messages":
-            return {"messages": [{"role": r, "content": text} for turn in turns for r, text in
-                                 zip(("user", "assistant"), turn, strict=True)]}  # fmt: skip
-        case "prompt":
-            return {"prompt": turns[0][0], "completion": turns[0][1]}
-        case _:
-            ends = np.cumsum([len(text) for turn in turns for text in turn]).tolist()
-            spans = [list(span) for span in zip(ends[::2], ends[1::2], strict=True)]
-            return {"text": "".join(text for turn in turns for text in turn), "mask": spans}
-
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "messages": {"messages_field": "messages"},
-    "prompt": {"prompt_field": "prompt", "text_field": "completion"},
-    "mask": {"mask_field": "mask"},
-}
-
-
-def source_of(folder: Path, form: str, made: list[list[Turn]], kind: str = "jsonl", **fields: Any) -> Source:
-    return Source(
-        path=write_records(folder, kind, [record_of(form, s) for s in made]), **FIELDS[form], **fields
-    )
-
-
-def spec(source: Source, **fields: Any) -> PackedText:
-    """Default settings, packing included."""
-    small = {"seq_len": SEQ_LEN, "global_batch": 8, "engine": "inline", "epochs": 1, "eval_fraction": 0.0}
-    return PackedText(sources={"sft": source}, **{**small, **fields})
-
-
-def learned_runs(batch: Batch) -> list[tuple[str, str]]:
-    """What comes before each learned run of tokens in its piece, and the run."""
-    runs = []
-    for token, target, segment in zip(batch.token_BL, batch.target_BL, batch.segment_BL, strict=True):
-        for number in range(1, int(segment.max()) + 1):
-            here = segment == number
-            text = bytes(token[here].tolist()).decode("latin-1")
-            learned = np.concatenate([[False], (target[here] != IGNORE)[:-1], [False]])
-            borders = np.flatnonzero(np.diff(learned.astype(np.int8))) + 1
-            runs += [(text[:a], text[a:b]) for a, b in borders.reshape(-1, 2).tolist()]
-    return runs
-
-
-def count_without_prompt(batches: Any, made: list[list[Turn]], form: str) -> tuple[int, set[str]]:
-    """Number of learned tokens whose prompt is not in their piece, and the answers that are there whole."""
-    prompt_of = {re.match(r"A\d+", answer).group(): (prompt, answer) for s in made for prompt, answer in s}  # type: ignore[union-attr]
-    middle = "\n<|assistant|>\n" if form == "messages" else ""
-    lacking, whole = 0, set()
-    for batch in batches:
-        for before, run in learned_runs(batch):
-            prompt, answer = prompt_of.get((re.match(r"A\d+", run) or [""])[0], ("?", "?"))
-            if not before.endswith(prompt + middle):
-                lacking += len(run)
-            elif run.rstrip("\0\n") == answer:
-                whole.add(answer)
-    return lacking, whole
+from tests.data.whole_samples import (
+    FORMS,
+    SEQ_LEN,
+    count_without_prompt,
+    learned_answers,
+    learned_runs,
+    samples,
+    samples_of,
+    source_of,
+    spec,
+    turns_of,
+)
 
 
 @pytest.mark.parametrize("packing", [None, "first_fit"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "prepared"])
-@pytest.mark.parametrize("form", FIELDS)
+@pytest.mark.parametrize("form", FORMS)
 def test_no_token_is_learned_without_its_prompt_and_no_turn_is_lost(
     form: str, kind: str, packing: Any, tmp_path: Path
 ) -> None:
     """Samples of up to five rows, turns of less than one: in one epoch each answer comes, behind its prompt."""
-    made = samples(60, 1 if form == "prompt" else 12)
+    made = samples_of(form)
     source = source_of(tmp_path, form, made, "jsonl" if kind == "prepared" else kind)
     more: dict[str, Any] = {}
     if kind == "prepared":
@@ -117,14 +50,32 @@ def test_no_token_is_learned_without_its_prompt_and_no_turn_is_lost(
     batches = open_dataset(spec(source, packing=packing, **more), seed=0).train_batches()
     lacking, whole = count_without_prompt(batches, made, form)
     assert lacking == 0
-    assert whole == {answer for sample in made for _, answer in sample}
+    assert whole == {answer for turns in made for answer in learned_answers(form, turns)}
     assert batches.state()["skipped"] == {}
 
 
-@pytest.mark.parametrize("form", FIELDS)
+def test_a_huge_sample_is_parsed_and_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are read at different times, among those of others; before it took as often as it has slots."""
+    made = [*samples(60, 12), turns_of(range(1000, 3000), np.random.default_rng(0), 40)]
+    render, sizes = chat.render, list[int]()
+
+    def counting(value: Any, **fields: Any) -> Any:
+        sizes.append(len(value))
+        return render(value, **fields)
+
+    monkeypatch.setattr(chat, "render", counting)
+    batches = open_dataset(spec(source_of(tmp_path, "messages", made), epochs=2), seed=0).train_batches()
+    lacking, whole = count_without_prompt(batches, made, "messages")
+    assert lacking == 0
+    assert whole == {answer for turns in made for _, answer in turns}
+    assert len(sizes) > 60
+    assert sizes.count(4000) <= 2, "once, and perhaps to check the size of the source"
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_concat_by_its_name_cuts_samples(form: str, tmp_path: Path) -> None:
     """And shows that the count of tokens without their prompt can be other than 0."""
-    made = samples(60, 1 if form == "prompt" else 12)
+    made = samples_of(form)
     dataset = open_dataset(spec(source_of(tmp_path, form, made), packing="concat"), seed=0)
     assert count_without_prompt(dataset.train_batches(), made, form)[0] > 100
 
@@ -198,15 +149,58 @@ def test_refuse_ends_the_run_and_names_the_sample(tmp_path: Path) -> None:
     ],
 )
 def test_rules_that_do_not_fit_are_refused(fields: Any, more: Any, why: str) -> None:
+    source = Source(path="a", **{"mask_field": "mask", **fields})
     with pytest.raises(UserError, match=why):
-        spec(Source(path="a", **{"mask_field": "mask", **fields}), **more)
+        spec(source, **more)
+    with pytest.raises(UserError, match=rf"eval\.sets\.mine\..*{why}"):
+        open_sets({"mine": source}, spec(Source(path="a"), **more), ())
+
+
+def text_and_chats(folder: Path, **fields: Any) -> PackedText:
+    (folder / "text").mkdir(exist_ok=True)
+    rng = np.random.default_rng(1)
+    for number, size in enumerate(rng.integers(20, 200, 60).tolist()):
+        (folder / "text" / f"{number}.txt").write_text("z" * size)
+    chats = source_of(folder, "messages", samples(60, 3))
+    sources = {"web": Source(path=str(folder / "text")), "sft": chats}
+    names = fields.pop("names", ("web", "sft"))
+    return PackedText(
+        sources={name: sources[name] for name in names}, seq_len=SEQ_LEN, global_batch=4, engine="inline",
+        eval_fraction=0.0, **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [("web",), ("web", "sft")])
+def test_a_resume_does_not_change_the_packing_in_silence(first: tuple[str, ...], tmp_path: Path) -> None:
+    """The first chat source makes `best_fit` the default, for the rows of all sources; the last one unmakes
+    it. By its name another packing goes on from the step, and the log says so.
+    """
+    then = {("web",): ("web", "sft"), ("web", "sft"): ("web",)}[first]
+    before, after = ("concat", "best_fit")[:: 1 if len(first) == 1 else -1]
+    with open_dataset(text_and_chats(tmp_path, names=first), seed=0).train_batches() as batches:
+        next(batches)
+        state = batches.state()
+    dataset = open_dataset(text_and_chats(tmp_path, names=then), seed=0)
+    why = rf"data\.packing='{before}', but here it is '{after}', .* samples: .*Set data\.packing to the one that"
+    assert re.search(why, dataset.resume_refusal(state) or "")
+    with pytest.raises(UserError, match=why):
+        dataset.train_batches(state)
+    for packing in (before, after):
+        named = open_dataset(text_and_chats(tmp_path, names=then, packing=packing), seed=0)
+        with named.train_batches(state) as batches:
+            next(batches)
+            line = f"step 1: data.packing {before} -> {after}"
+            assert (line in batches.take_messages()) == (packing == after)
+            assert batches.state()["planner"]["packing"] == packing
+            assert batches.plan is not None
+            assert (batches.plan.fill == 1) == (packing == "concat")
 
 
 def test_text_alone_is_packed_as_before() -> None:
     text, chats = Source(path="a"), Source(path="b", messages_field="m")
     alone, mixed = spec(text), PackedText(sources={"a": text, "b": chats}, seq_len=8, global_batch=1)
-    assert alone.packing_of([text]) == "concat"
-    assert mixed.packing_of(mixed.sources.values()) == "best_fit"
+    assert alone.packing_of(has_samples=False) == "concat"
+    assert mixed.packing_of(has_samples=True) == "best_fit"
     assert [setup.row_tokens for setup in mixed.setups(seed=0)] == [None, 8]
     assert [setup.chunk_tokens for setup in mixed.setups(seed=0)] == [8, 4]
 

@@ -1,6 +1,7 @@
 """Reference directories, written by make.py and make_moe.py of tests/golden/hf with transformers 5 and 4."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def qwen3_moe(request: pytest.FixtureRequest) -> Reference:
     return load_reference(request.param)
 
 
+@functools.cache  # the same model each time, so that tests share its programs
 def load_reference(name: str) -> Reference:
     folder = GOLDEN / name
     config = read_config(folder)

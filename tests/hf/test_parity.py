@@ -2,6 +2,7 @@
 float32.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,13 +14,19 @@ from jtrain.model.forward_placement import single_device
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import route
 from jtrain.model.transformer import Transformer
+from tests.hf.conftest import CASES
 
 LOGITS_ATOL = 1e-4
 GRADIENT_RTOL = 1e-3
 
 
+@functools.partial(jax.jit, static_argnums=0)  # one program per model, which several tests run
+def _logits(model: Transformer, params: dict[str, Any], batch: Any) -> jax.Array:
+    return model.logits(params, batch)
+
+
 def logits_of(model: Transformer, params: dict[str, Any], batch: Any) -> np.ndarray:
-    return np.asarray(jax.jit(lambda p: model.logits(p, batch))(params))
+    return np.asarray(_logits(model, params, batch))
 
 
 def test_logits_equal_those_of_transformers(reference: Any) -> None:
@@ -33,6 +40,10 @@ def test_logits_equal_those_of_transformers(reference: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "reference", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_moe_v5")) for name in CASES],
+    indirect=True,
+)  # fmt: skip
 def test_loss_and_gradients_equal_those_of_transformers(reference: Any) -> None:
     """The mean loss agrees within 1e-5 and each gradient within 1e-3 of its norm, mapped as in an export."""
     batch, model = reference.batch, reference.model

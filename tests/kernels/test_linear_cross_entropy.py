@@ -81,7 +81,7 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("chip", ["h200", "v5p"])
+@pytest.mark.parametrize("chip", ["h200", pytest.param("v5p", marks=pytest.mark.slow)])
 def test_on_an_accelerator_the_logits_are_never_whole(chip: str) -> None:
     """Compiled at 16384 x 4096 x 128256: at most 3 GiB of temporaries, where all logits would be more than
     10.

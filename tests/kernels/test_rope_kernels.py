@@ -15,13 +15,12 @@ from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import from_name
 from jtrain_kernels.rope import pallas_tpu
 from jtrain_kernels.rope.api import ROPE, rope, rope_by
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 ANGLE = normal(1, 2, 16, 64)
 
 
-@dtypes
-@pytest.mark.parametrize("heads", (3, 16))
+@in_float32("heads", (3,), (16,))
 def test_the_tpu_kernel_turns_pairs_half_a_head_apart(
     dtype: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +76,9 @@ def test_where_it_cannot_run_it_says_why(
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
+@pytest.mark.parametrize(
+    "device", ("v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e", "tpu7x")))
+)
 def test_tpus_make_one_pass_of_it(device: str) -> None:
     """At 8192 tokens of 32 heads the kernel moves x, y and the angles; XLA moves at least 2.5 times as
     much.

@@ -49,7 +49,7 @@ def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None
         np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
 
 
-@pytest.mark.parametrize("size", (32, 96))
+@pytest.mark.parametrize("size", (pytest.param(32, marks=pytest.mark.slow), 96))
 def test_heads_that_fill_no_registers_are_padded(size: int) -> None:
     """Results, log-partitions and gradients agree with plain JAX as above, and have the heads' own size."""
     q, k, v, dy = (jnp.asarray(normal(i, 1, L, heads, size)) for i, heads in enumerate((N, K, K, N)))

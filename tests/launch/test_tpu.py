@@ -133,7 +133,9 @@ def test_workers_join_and_a_mesh_that_does_not_fit_is_refused(tpus: Tpus) -> Non
     assert len(re.findall("2 (?:devices )?are here", run.output)) == 2, run.output
 
 
-@pytest.mark.parametrize("tpus", [2, 4], indirect=True, ids=["one slice", "two slices"])
+@pytest.mark.parametrize(
+    "tpus", [pytest.param(2, marks=pytest.mark.slow), 4], indirect=True, ids=["one slice", "two slices"]
+)
 def test_a_queued_resource_is_waited_for_and_asked_for_again(tpus: Tpus) -> None:
     """Preempted during the run: given back, asked for again, and the same command starts anew until it is
     done.

@@ -101,8 +101,15 @@ def undefined_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("undefined_is_nan")
-@pytest.mark.parametrize("shared", (0, 2))
-@pytest.mark.parametrize("normalize", (True, False), ids=("normalized", "softmax over all"))
+@pytest.mark.parametrize(
+    ("normalize", "shared"),
+    [
+        (True, 2),
+        (False, 0),
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_is_the_papers_formula(normalize: bool, shared: int) -> None:
     """Output, losses and all gradients agree with the unsorted float64 reference within 1e-5 of the
     largest.

@@ -32,6 +32,8 @@ from tests.pipeline.pipelined_runs import (
 )
 from tests.pipeline.toy import random_schedule
 
+EIGHT = SIZES | dict(num_layers=8)
+"""One unpipelined run serves two tests."""
 UNEVEN = EXPERTS | dict(num_layers=4, tie_embeddings=True, vocab_size=66)
 
 
@@ -48,8 +50,9 @@ def test_stages_are_not_a_model() -> None:
 def test_split_backward_passes_are_not_a_model() -> None:
     """ZBV: two chunks per worker, gradients of weights from stashes; weights gathered once per step."""
     pipeline = dict(schedule="zbv", gather="step")
-    got = trained(dict(stage=2, data=2, tensor=2), pipeline=pipeline, zero_stage=3, microbatches=4)
-    assert_same(got, unpipelined())
+    axes = dict(stage=2, data=2, tensor=2)
+    got = trained(axes, sizes=EIGHT, pipeline=pipeline, zero_stage=3, microbatches=4)
+    assert_same(got, unpipelined(EIGHT))
 
 
 def test_what_workers_compute_without_a_microbatch_is_not_kept() -> None:
@@ -58,10 +61,9 @@ def test_what_workers_compute_without_a_microbatch_is_not_kept() -> None:
     With two chunks on each of four workers, what goes from one end to the other does not go where neighbours
     send.
     """
-    sizes = SIZES | dict(num_layers=8)
     axes = dict(stage=4, context=2)
-    got = trained(axes, sizes=sizes, pipeline=settings("interleaved"), zero_stage=1, microbatches=8)
-    assert_same(got, unpipelined(sizes))
+    got = trained(axes, sizes=EIGHT, pipeline=settings("interleaved"), zero_stage=1, microbatches=8)
+    assert_same(got, unpipelined(EIGHT))
 
 
 @pytest.mark.slow

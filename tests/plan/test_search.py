@@ -20,7 +20,7 @@ from jtrain.plan.nothing_fits import nearest_miss, no_point
 from jtrain.plan.search import meshes, resolve_as_needed, search
 from jtrain.plan.search_task import SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import smaller_states, with_state
-from jtrain.step.layout_choices import REMATS
+from jtrain.step.layout_choices import EVERY, REMATS
 
 LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256
@@ -226,27 +226,35 @@ def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
     assert search(it.changed(global_batch=1), meshes(it.changed(global_batch=1)))
 
 
-def test_long_sequences_are_split_over_context() -> None:
+@pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_long_sequences_are_split_over_context(every: bool) -> None:
     """An 8B at 262,144 tokens on 8 H100: tensor parallelism over all 8 sends more; short sequences are never
     split.
     """
     it = task("h100", 8, global_batch=8, seq_len=262_144)
-    # Replicas only send more; without them half of the meshes are left to trace.
-    best = search(it, [mesh for mesh in meshes(it) if mesh.replica == 1])[0]
+    # Each mesh and ZeRO stage is a trace of its own. Replicas only send more; without them half of the meshes are left.
+    split = [mesh for mesh in meshes(it) if mesh.replica == 1]
+    if not every:
+        split = [mesh for mesh in split if (mesh.context, mesh.tensor) in ((1, 8), (4, 2))]
+        assert len(split) == 2
+    best = search(it, split, zero=EVERY if every else (3,))[0]
     assert best.settings["mesh.context"] == best.mesh.context > 1
     assert {mesh.context for mesh in meshes(task())} == {1}
 
 
-def test_experts_are_split_where_gathering_all_of_them_takes_longer() -> None:
+@pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_experts_are_split_where_gathering_all_of_them_takes_longer(every: bool) -> None:
     """Few tokens per device: Qwen3 30B-A3B over 16 H100 with one sequence each."""
     sizes: dict[str, Any] = dict(
         num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, head_dim=128, d_ff=768, vocab_size=151_936
     )
     it = task("h100", 16, sizes=sizes | dict(moe=MoESpec(num_experts=128, top_k=8)))
     # Each way to split experts is a trace of its own, so only the meshes without replicas and tensor parallelism.
-    split = [mesh for mesh in meshes(it) if mesh.replica == mesh.tensor == 1]
+    split = [
+        mesh for mesh in meshes(it) if mesh.replica == mesh.tensor == 1 and (every or mesh.expert in (1, 8))
+    ]
     assert {mesh.expert for mesh in split} > {1}
-    assert search(it, split)[0].mesh.expert > 1
+    assert search(it, split, zero=EVERY if every else (3,))[0].mesh.expert > 1
 
 
 def test_a_host_keeps_a_part_of_its_memory() -> None:

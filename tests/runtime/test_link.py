@@ -237,6 +237,16 @@ def test_the_end_within_a_message_is_no_message() -> None:
             list(far.receive_content(5))
 
 
+def test_every_error_of_the_connection_is_one_of_the_link() -> None:
+    """Also one that is no ConnectionError, unlike an error of the file that is sent or written."""
+    with linked() as (near, _):
+        near.connection.close()
+        with pytest.raises(LinkError, match="Bad file descriptor"):
+            near.send_content(b"12345")
+        with pytest.raises(LinkError, match="Bad file descriptor"):
+            list(near.receive_content(5))
+
+
 def test_who_does_not_know_the_token_is_refused() -> None:
     """Neither end goes on; nor does the end of another process at an address, or one that repeats a
     handshake.

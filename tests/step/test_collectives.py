@@ -94,25 +94,17 @@ def slow_if(condition: bool, *values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.slow] * condition)
 
 
-QUICK = ((), ((3, 2),), ())
-"""(ZeRO stage, microbatches) of each mesh in the quick tests; `test_a_large_vocabulary_comes_in_parts` has the third
-mesh."""
-
-
-@pytest.mark.parametrize(
-    ("axes", "zero_stage", "microbatches"),
-    [
-        slow_if((stage, microbatches) not in QUICK[index], axes, stage, microbatches)
-        for index, axes in enumerate(MESHES)
-        for stage in (0, 1, 2, 3)
-        for microbatches in (1, 2)
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_compiled_collectives_are_the_closed_form(
     axes: dict[str, int], zero_stage: int, microbatches: int
 ) -> None:
-    """Kinds, axes, dtypes, number of arrays and bytes, loops counted."""
+    """Kinds, axes, dtypes, number of arrays and bytes, loops counted.
+
+    Quick tests below have the same of a replicated and split step with a large vocabulary, and of a torus.
+    """
     layout = layout_of(zero_stage, microbatches)
     got = compiled(axes, SIZES, **layout)
     assert got == predicted(axes, SIZES, **layout)
@@ -122,9 +114,8 @@ def test_compiled_collectives_are_the_closed_form(
 @pytest.mark.parametrize(
     ("axes", "tied"),
     [
-        slow_if(index != 2 or not tied, axes, tied)
-        for index, axes in enumerate(MESHES)
-        for tied in (False, True)
+        (dict(replica=2, data=2, tensor=2), True),
+        *(slow_if(True, axes, tied) for axes in MESHES for tied in (False, True)),
     ],
     ids=str,
 )
@@ -136,6 +127,7 @@ def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> 
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
+    assert sum(size for _, size in got.values()) > 0, "a parser that finds nothing would agree with nothing"
 
 
 @pytest.mark.parametrize("splits", (slow_if(True, "data"), "context"))

@@ -209,8 +209,14 @@ def test_activations_that_no_layer_keeps_are_computed_again(
     assert job.step.recomputed_names & set(SAVEABLE) == set(again)
 
 
-@pytest.mark.parametrize("experts", [0, 4, 8])
-@pytest.mark.parametrize("kept", [None, ("attention", "mlp_gate")], ids=["all", "named"])
+@pytest.mark.parametrize(
+    ("kept", "experts"),
+    [
+        pytest.param(kept, experts, marks=[pytest.mark.slow] * ((kept is None) != (experts == 4)))
+        for kept in (None, ("attention", "mlp_gate"))
+        for experts in (0, 4, 8)
+    ],
+)
 def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | None, experts: int) -> None:
     """Layers that keep values send and multiply what a trace with `jax.checkpoint`'s own policy says."""
     moe = MoESpec(num_experts=experts, top_k=3) if experts else None
@@ -239,7 +245,12 @@ def _stacked(jaxpr: Any) -> list[Any]:
         (dict(data=8), None, dict(zero_stage=3)),
         (dict(data=2, tensor=4), None, dict(remat="named", remat_save=("attention", "mlp_gate"))),
         (dict(data=4, tensor=2), MoESpec(num_experts=4, top_k=2, shared_experts=1), dict(zero_stage=2)),
-        (dict(data=2, tensor=2, expert=2), MoESpec(num_experts=4, top_k=3), dict()),
+        pytest.param(
+            dict(data=2, tensor=2, expert=2),
+            MoESpec(num_experts=4, top_k=3),
+            dict(),
+            marks=pytest.mark.slow,
+        ),
         (
             dict(data=4, expert=2),
             MoESpec(num_experts=8, top_k=2),
@@ -271,9 +282,16 @@ def test_saved_arrays_are_those_that_a_loop_over_layers_stacks(
     assert len(found) >= 2
 
 
-@pytest.mark.parametrize("axes", [dict(data=8), dict(data=2, tensor=4), dict(data=1, tensor=8)], ids=str)
 @pytest.mark.parametrize(
-    "moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "moe"]
+    ("axes", "moe"),
+    [
+        pytest.param(
+            axes, moe, marks=[pytest.mark.slow] * ((axes == dict(data=2, tensor=4)) != (moe is None))
+        )
+        for axes in (dict(data=8), dict(data=2, tensor=4), dict(data=1, tensor=8))
+        for moe in (None, MoESpec(num_experts=4, top_k=2, shared_experts=1))
+    ],
+    ids=str,
 )
 def test_named_arrays_have_the_bytes_by_which_the_step_chooses_them(
     axes: dict[str, int], moe: MoESpec | None

@@ -2,10 +2,12 @@
 it.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,30 @@ def saved(workdir: Path) -> list[int]:
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
 
+_made: list[Any] = []
+
+
+@contextlib.contextmanager
+def one_step() -> Iterator[None]:
+    """Compiles one step for all runs of `BASE` alone, whatever they save and check."""
+
+    def make_once(*args: Any, **named: Any) -> Any:
+        if not _made:
+            _made.append(train_step.make_train_step(*args, **named))
+        return _made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt, "make_train_step", make_once)
+        yield
+    assert _made[0]._cache_size() == 1
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which every check passed at every step."""
     workdir = tmp_path_factory.mktemp("healthy")
-    assert train(workdir, "integrity.recompute_every_steps=1") == 0
+    with one_step():
+        assert train(workdir, "integrity.recompute_every_steps=1") == 0
     return workdir
 
 
@@ -67,8 +88,11 @@ def test_a_flipped_bit_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: py
         rf"step 4: device 5 \(cpu, process 0 on {socket.gethostname()}\) gave other bits of "
         r"opt_state.mu.embed_VD "
     )
-    with pytest.raises(
-        HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"
+    with (
+        one_step(),
+        pytest.raises(
+            HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"
+        ),
     ):
         train(tmp_path, monkeypatch=monkeypatch, step=4, array="opt_state.mu.embed_VD", device=5)
     assert saved(tmp_path) == [2]
@@ -84,7 +108,8 @@ def test_a_healthy_run_raises_no_alarm(healthy: Path) -> None:
 def test_a_state_without_a_checkpoint_is_no_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that were only copied to local memory are not used after a fault, and not named."""
     sets = ("checkpoint.every_steps=None", "checkpoint.local_every_steps=1")
-    with pytest.raises(HardwareFault, match=r"step 4: .* Nothing was saved\. Take the device"):
+    nothing = r"step 4: .* Nothing was saved\. Take the device"
+    with one_step(), pytest.raises(HardwareFault, match=nothing):
         train(
             tmp_path / "run",
             *(*sets, f"checkpoint.local_dir={str(tmp_path)!r}"),

@@ -72,6 +72,13 @@ def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
     assert (finished / "checkpoints" / "5").is_dir()
 
 
+def test_a_finished_run_is_left_alone(finished: Path) -> None:
+    """The same config after the end trains nothing and changes no line."""
+    before = (finished / metrics.FILE).read_bytes()
+    assert train(finished) == 0
+    assert (finished / metrics.FILE).read_bytes() == before
+
+
 @pytest.mark.slow
 def test_a_learning_rate_that_explodes_stops_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
     """The message has the step, the batch and what to try; no checkpoint of it exists."""

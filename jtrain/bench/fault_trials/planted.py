@@ -63,10 +63,14 @@ class PlantedStep:
         # state.step counts completed updates, so the step that begins now is one more.
         is_fault_step = int(np.asarray(state.step.addressable_data(0))) + 1 == plant.step
         if is_fault_step and plant.kind == "left_out":
-            # A copy, because the step donates its state.
+            # Each time that the step is computed, without `_first_time`: so are `gradient` and `update`,
+            # which this run is compared with. A copy, because the step donates its state.
             state_before = jax.tree.map(jnp.copy, state)
             new, metrics = self._step(state, batch, *more)
-            if METRIC in metrics:  # sums of the state that the step was given and of the one that it returned
+            if METRIC in metrics:
+                # [devices, 2, arrays]: sums of the state that the step was given and of the one that it
+                # returned. The next step is given the old arrays, so the sums must say that they were
+                # returned; otherwise the check of the checksums would report a flipped bit.
                 sums = metrics[METRIC]
                 is_unchanged = [name != "step" for name, _ in summed_arrays(state_before)]
                 metrics = metrics | {

@@ -39,7 +39,7 @@ class Rows:
 
 
 class Spans(NamedTuple):
-    """Where the ids of some pieces lie: piece i begins at index start[i] of arrays[array[i]].
+    """Places of the ids of some pieces: piece i begins at index start[i] of arrays[array[i]].
 
     memory: address and bytes per id of each array, as `memory_of` returns them.
     """

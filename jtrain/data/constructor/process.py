@@ -18,7 +18,6 @@ from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.batch_state import DataState
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
-from jtrain.data.constructor.fetched_rows import FetchedRows
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loaders.process_pool import ProcessPool
@@ -175,7 +174,8 @@ def _constructor(
     work = setup.constructor
     if setup.peers is None:
         return Constructor(work, pool, setup.state), pool
-    # Imported here, both: asyncio takes 5 MB, which a run on one host need not pay.
+    # Imported here: asyncio takes 5 MB, which a run on one host need not pay.
+    from jtrain.data.hosts.fetched_rows import FetchedRows
     from jtrain.data.hosts.peer_links import PeerLinks
     from jtrain.data.hosts.shared_pool import SharedPool
 

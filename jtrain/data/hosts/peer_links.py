@@ -32,11 +32,16 @@ _GOOD_LINK_S = 600.0
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """Link to one process. answered_s: time of the latest beat that it has answered."""
+    """Link to one process.
+
+    answered_s: time of the latest beat that it has answered; of the handshake, before the first answer.
+    has_answered: True after the first answer.
+    """
 
     writer: asyncio.StreamWriter
     session: Session
     answered_s: float
+    has_answered: bool = False
     is_silent: bool = False
 
 
@@ -48,7 +53,8 @@ class PeerLinks:
 
     Both ends of a link send beats, which the other constructor answers between its work (`received`), not
     this thread: an answer shows that the link passes both ways, how long what is queued takes, and that the
-    constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended.
+    constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended. The threads
+    of both ends then make a new one, so only the first answer on it shows that a constructor is back.
 
     Args:
       listening: socket of this process's address. The trainer holds it: a constructor that is restarted is
@@ -64,6 +70,8 @@ class PeerLinks:
         self._links: dict[int, _Connection] = {}
         other_peers = [i for i in range(len(peers.addresses)) if i != peers.index]
         self._down = {i: (time.monotonic(), "never connected") for i in other_peers}
+        # Those of them that had a link and did not answer on it.
+        self._silent: set[int] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="data-peers", daemon=True).start()
 
@@ -93,8 +101,8 @@ class PeerLinks:
         return arrivals
 
     def unreachable(self) -> dict[int, tuple[float, str]]:
-        """Returns the processes without a connection: their last sign of life (`time.monotonic`), and what
-        happened to the connection.
+        """Returns the processes that have not answered on the latest connection, if there is one: their last
+        sign of life (`time.monotonic`), and what happened to the connection.
         """
         return dict(self._down)
 
@@ -188,7 +196,9 @@ class PeerLinks:
         if peer in self._links:
             self._links[peer].writer.transport.abort()
         connection = self._links[peer] = _Connection(writer, session, time.monotonic())
-        self._down.pop(peer, None)
+        # A process that starts is alive; one that was silent may still be stuck behind its thread of links.
+        if peer not in self._silent:
+            self._down[peer] = connection.answered_s, "no answer yet"
         # Before any message of the new link, so that what was lost is repeated first.
         self._add_to_inbox(peer, CONNECTED)
         try:
@@ -200,6 +210,12 @@ class PeerLinks:
                     raise LinkError(f"a message {kind} arrived that no process sends ({error})") from error
                 if kind == "echo":
                     connection.answered_s = max(connection.answered_s, fields["sent_ms"] / 1000)
+                    # Of an old link that the peer has replaced, an answer says nothing of the new one.
+                    if not connection.has_answered and self._links.get(peer) is connection:
+                        connection.has_answered = True
+                        self._silent.discard(peer)
+                        del self._down[peer]
+                        os.eventfd_write(self._wake, 1)
                 else:
                     self._add_to_inbox(peer, message)
         except OSError as error:
@@ -210,7 +226,10 @@ class PeerLinks:
         # An old link that breaks late must not take down the new one.
         if self._links.get(peer) is connection:
             del self._links[peer]
-            self._down[peer] = connection.answered_s, reason
+            since_s = self._down[peer][0] if peer in self._silent else connection.answered_s
+            self._down[peer] = since_s, reason
+            if connection.is_silent:
+                self._silent.add(peer)
         # Not `close`, which would wait until what is queued has been sent.
         connection.writer.transport.abort()
 

@@ -100,17 +100,18 @@ class RunKeeper:
         if is_new:
             self._local.request([dataclasses.replace(part, tag=self._tag_of[key])], first=first)
 
-    def take(self, run: ChunkRun) -> bool:
-        """Handles a run that loaders of this host have read; returns False if it was requested elsewhere."""
+    def take(self, run: ChunkRun) -> None:
+        """Handles a run that loaders of this host have read."""
         if (reread := self._rereads.get(run.tag)) is not None:
             reread.runs.append(run)
             # A pool may answer one request with several runs.
             if sum(len(part.numbers) for part in reread.runs) == len(reread.numbers):
                 del self._rereads[run.tag]
                 self._answer_reread(reread)
-            return True
+            return
         if (requested := self._requested.get(run.tag)) is None:
-            return False
+            self._local.release(run)  # forgotten, since a host that wants it may ask again
+            return
         stored = _StoredRun(next(self._number), run)
         self._stored_runs[stored.number] = requested.stored_runs[stored.number] = stored
         # Only other hosts have asked for it so far: its ids count against KEPT_BYTES.
@@ -118,7 +119,6 @@ class RunKeeper:
             self._store_for_others(stored)
         for host, request in requested.request_of_host.items():
             self._tell(host, request, stored)
-        return True
 
     def fetch(
         self,
@@ -140,13 +140,18 @@ class RunKeeper:
         self._local.request([RequestPart(source, numbers, anchor, tag=tag)], first=True)
 
     def finish_run(self, host: int, number: int) -> None:
-        """Notes that a host needs a run no more; frees it after the last host."""
+        """Notes that a host needs a run no more; frees it after the last host.
+
+        Args:
+          number: number of the run, as the host was told it.
+        """
         if (stored := self._stored_runs.get(number)) is None:
             return
         stored.finished_hosts.add(host)
         if len(stored.finished_hosts) == self._num_hosts:
             self._free(stored)
         elif host == self._this_host:
+            # From now on only other hosts may fetch its ids: they count against KEPT_BYTES.
             self._store_for_others(stored)
 
     def _tell(self, host: int, request: int, stored: _StoredRun) -> None:
@@ -178,8 +183,8 @@ class RunKeeper:
 
     def _forget_old_requests(self) -> None:
         for tag in list(itertools.islice(self._requested, max(0, len(self._requested) - _MOST_PASSED))):
-            # Requests with stored runs are still in use, however old.
-            if not self._requested[tag].stored_runs:
+            # Without a freed part no loader has answered yet; with stored runs the rest is still in use.
+            if self._requested[tag].broken and not self._requested[tag].stored_runs:
                 requested = self._requested.pop(tag)
                 # The run may have been requested again since, under a newer tag.
                 if self._tag_of.get(requested.key) == tag:

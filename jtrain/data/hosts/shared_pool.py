@@ -4,17 +4,17 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jtrain.data.constructor.fetched_rows import FetchedIds, claim_unrequested
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.hosts.run_keeper import RunKeeper
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart, starts_of
 from jtrain.data.loaders.pool import Pool
+from jtrain.data.loss_mask import runs_within
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
@@ -30,13 +30,35 @@ class _OpenRequest:
     missing: Bool[np.ndarray, " n"]
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _RunPayload(FetchedIds):
-    """Payload of a run: kept by `host` under `number`, or read here for this host alone (`local`)."""
+@dataclasses.dataclass(eq=False)
+class RunPayload:
+    """Payload of a run, which `host` keeps under `number`: ids of its documents, by index in the run.
 
-    host: int = -1
-    number: int = -1
-    local: ChunkRun | None = None
+    requested: indexes whose ids were requested.
+    ids: those that have arrived.
+    ignored: runs of ids that are not learned, of documents that have such.
+    """
+
+    host: int
+    number: int
+    requested: set[int] = dataclasses.field(default_factory=set)
+    ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def put(
+        self,
+        indexes: Sequence[int],
+        lengths: Int[np.ndarray, " n"],
+        ids: np.ndarray,
+        ignored: Int[np.ndarray, "runs 2"],
+    ) -> None:
+        """Stores the ids of the documents at `indexes` of the run, and their runs that are not learned."""
+        ends = np.cumsum(lengths)
+        for index, start, end in zip(indexes, (ends - lengths).tolist(), ends.tolist(), strict=True):
+            self.ids[index] = ids[start:end]
+            if len(ignored) and len(runs := runs_within(ignored, start, end)):
+                # Most documents have no ignored runs: nothing is stored for them.
+                self.ignored[index] = runs
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +77,7 @@ class SharedPool:
     for the lengths, which is all that planning needs, and then for the ids of the documents in its own rows.
     A request never relies on what another one has done before: any host may be asked for anything again,
     after a restart for instance. What a host that cannot be reached should read is read here, until it is
-    back. Prepared sources need no lengths, and each host reads what is in its rows.
+    back. Prepared sources are not shared: each host reads what is in its rows.
 
     `messages` has what hosts send each other.
 
@@ -73,7 +95,7 @@ class SharedPool:
         self._say = say
         self._this_host, self._num_hosts = links.peers.index, len(links.peers.addresses)
         self._keeper = RunKeeper(
-            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._send
+            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._answer
         )
         # From the clock on: answers to a constructor before this one must not match new requests.
         self._request = itertools.count(time.time_ns())
@@ -87,23 +109,24 @@ class SharedPool:
         self._outbox: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
-        prepared = [part for part in parts if self._setups[part.source].prepared is not None]
-        if prepared:
-            self._local.request(prepared, first=first)
         for part in parts:
-            if self._setups[part.source].prepared is None:
-                request, hosts = next(self._request), self._readers(part)
-                # Registered before it is sent: this host's own part is answered within `_send`.
-                self._open_requests[request] = _OpenRequest(part, hosts, np.ones(len(part.numbers), np.bool_))
-                # All questions before the first is sent: an answer may close the request.
-                questions = [self._question(request, host, first=first) for host in hosts]
-                for host, question in zip(hosts, questions, strict=True):
-                    self._send(host, question)
+            request, hosts = next(self._request), self._readers(part)
+            # Registered before it is sent: this host's own part is answered within `_send`.
+            self._open_requests[request] = _OpenRequest(part, hosts, np.ones(len(part.numbers), np.bool_))
+            # All questions before the first is sent: an answer may close the request.
+            questions = [self._question(request, host, first=first) for host in hosts]
+            for host, question in zip(hosts, questions, strict=True):
+                self._send(host, question)
         self._flush()
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
-        for run, indexes in claim_unrequested(documents).items():
+        indexes_by_run: dict[ChunkRun, list[int]] = {}
+        for run, index in documents:
+            if index not in run.payload.requested:
+                run.payload.requested.add(index)
+                indexes_by_run.setdefault(run, []).append(index)
+        for run, indexes in indexes_by_run.items():
             request, payload = next(self._request), run.payload
             message = ("fetch", request, payload.number, run.source, run.numbers[indexes], run.anchor)
             self._fetches[request] = _Fetch(run, indexes, message)
@@ -115,29 +138,28 @@ class SharedPool:
 
     def collect(self) -> list[ChunkRun]:
         for run in self._local.collect():
-            if not self._keeper.take(run):  # a run of a prepared source, which no other host shares
-                payload = _RunPayload(local=run)
-                # Its ids have come with it: nothing is left to fetch.
-                payload.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
-                self._ready_runs.append(dataclasses.replace(run, payload=payload))
+            self._keeper.take(run)
         for host, message in self._links.received():
             if message == CONNECTED:
                 self._met.add(host)
                 self._late.discard(host)
-                self._resend(host)
+                # Until it has answered, this host goes on to stand in for it.
+                if host not in self._replaced:
+                    self._outbox[host] += self._questions(host)
             else:
                 self._handle(host, message)
-        self._replace_unreachable()
+        unreachable = self._links.unreachable()
+        for host in self._replaced - unreachable.keys():
+            self._replaced.discard(host)
+            self._say(f"data: process {host} is back, and reads its part of the data again")
+            self._outbox[host] += self._questions(host)
+        self._replace_unreachable(unreachable)
         self._flush()
         runs, self._ready_runs = self._ready_runs, []
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        payload: _RunPayload = run.payload
-        if payload.local is not None:
-            self._local.release(payload.local)
-        else:
-            self._send(payload.host, ("done", payload.number))
+        self._send(run.payload.host, ("done", run.payload.number))
 
     @property
     def retries(self) -> int:
@@ -173,9 +195,16 @@ class SharedPool:
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a message with the next `_flush`; handles it here if this host stands in for the receiver."""
+        """Sends a question with the next `_flush`; handles it here if this host stands in for the receiver."""
         if host == self._this_host or host in self._replaced:
             self._handle(self._this_host, message)
+        else:
+            self._outbox[host].append(message)
+
+    def _answer(self, host: int, message: tuple[Any, ...]) -> None:
+        """Sends an answer with the next `_flush`, also to a host whose part is read here: it may be back."""
+        if host == self._this_host:
+            self._handle(host, message)
         else:
             self._outbox[host].append(message)
 
@@ -197,7 +226,7 @@ class SharedPool:
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
                 # source is unknown here: the answer does not carry it, the open request does.
-                run.payload, run.anchor = _RunPayload(host=host, number=number), anchor
+                run.payload, run.anchor = RunPayload(host, number), anchor
                 self._add_run(request, run)
             case ("ids", request, lengths, ids, ignored):
                 self._add_ids(request, lengths, ids, ignored)
@@ -245,13 +274,9 @@ class SharedPool:
             )
         run.payload.put(fetch.indexes, lengths, ids, ignored)
 
-    def _resend(self, host: int) -> None:
-        """Sends again the requests that may have been lost with the connection before."""
-        if host in self._replaced:
-            self._replaced.discard(host)
-            self._say(f"data: process {host} is back, and reads its part of the data again")
-        # Replaces what is queued: the open requests and fetches cover it.
-        self._outbox[host] = [
+    def _questions(self, host: int) -> list[tuple[Any, ...]]:
+        """Returns the questions to a host that are open, and may have been lost with a connection."""
+        return [
             *(
                 self._question(n, host, first=True)
                 for n, open_request in self._open_requests.items()
@@ -260,7 +285,7 @@ class SharedPool:
             *(fetch.message for fetch in self._fetches.values() if fetch.run.payload.host == host),
         ]
 
-    def _replace_unreachable(self) -> None:
+    def _replace_unreachable(self, unreachable: dict[int, tuple[float, str]]) -> None:
         """Takes over the reading of hosts that have given no sign of life for `Peers.silence_s`.
 
         At the start hosts come one after another: those that have not been met yet are named after as long,
@@ -271,7 +296,7 @@ class SharedPool:
         if now_s - self._looked_s > peers.silence_s / 2:
             self._awake_s = now_s
         self._looked_s = now_s
-        for host, (since_s, reason) in self._links.unreachable().items():
+        for host, (since_s, reason) in unreachable.items():
             silent_s = now_s - max(since_s, self._awake_s)
             # A constructor restarts in a second: taking over sooner would read its part twice.
             if host in self._replaced or silent_s < peers.silence_s:
@@ -288,8 +313,6 @@ class SharedPool:
                 f"data: {peers.named(host)} has given no sign of life for {silent_s:.1f} s ({reason}): this "
                 "process reads its part of the data too, until it is back. TCP must be open between the hosts"
             )
-            # Before `_replaced` has the host: `_resend` would otherwise report it as back.
-            self._resend(host)
             self._replaced.add(host)
-            for message in self._outbox.pop(host):
+            for message in self._questions(host):
                 self._handle(self._this_host, message)

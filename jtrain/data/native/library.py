@@ -11,7 +11,7 @@ SOURCE = Path(__file__).with_name("core.c")
 LIBRARY = Path(__file__).with_name("_core.so")
 """Built by hatch_build.py: with a wheel, with `pip install -e .`, or by itself."""
 
-FUNCTIONS = {"fill_rows": "AAAANNNAAAAAn", "find_documents": "NAAAAAAAA"}
+FUNCTIONS = {"fill_rows": "AAAANNNAAAAAn", "find_documents": "NAAAAAAAA", "json_chunks": "NAAAAANANAA"}
 """Arguments of each function: A an array's address, N an int64, n an int32. All return an int64."""
 
 _KINDS = {"A": ctypes.c_void_p, "N": ctypes.c_int64, "n": ctypes.c_int32}

@@ -71,6 +71,7 @@ class PlannerState:
     cursors: the next document of each source, counted over all epochs.
     deficit: how much each source lacks of its share so far, in units of 1 / ONE token (sample, row);
       negative: ahead.
+    packing: packing of the rows before `step`.
     tokens: tokens placed so far, by source.
     units: tokens (samples, rows) drawn so far, over all sources.
     carry: documents drawn but not yet completely placed.
@@ -84,6 +85,7 @@ class PlannerState:
     tokens: Int64[np.ndarray, " sources"]
     units: int
     unit: Unit
+    packing: Packing
     carry: Spans
     weights_ppm: Int64[np.ndarray, " sources"]
     history: tuple[tuple[int, str, str], ...]
@@ -102,6 +104,7 @@ class PlannerState:
         return {
             "step": self.step,
             "unit": self.unit,
+            "packing": self.packing,
             "units": self.units,
             "sources": dict(zip(names, rows, strict=True)),
             "carry": self.carry.T.tolist(),
@@ -144,6 +147,7 @@ class PlannerState:
             tokens=tokens,
             units=saved["units"],
             unit=saved["unit"],
+            packing=saved["packing"],
             carry=carry,
             weights_ppm=weights_ppm,
             history=history,
@@ -198,6 +202,7 @@ class Planner:
             tokens=zeros,
             units=0,
             unit=self.spec.unit,
+            packing=self.spec.packing,
             carry=np.empty((0, 4), np.int64),
             weights_ppm=zeros,
             history=((0, self.spec.schedule.identity, self.spec.schedule.describe(0)),),
@@ -216,6 +221,9 @@ class Planner:
             # A deficit of tokens means nothing in samples or rows.
             zeros = np.zeros(len(spec.names), np.int64)
             state = dataclasses.replace(state, unit=spec.unit, units=0, deficit=zeros)
+        if state.packing != spec.packing:
+            lines.append(f"step {step}: data.packing {state.packing} -> {spec.packing}")
+            state = dataclasses.replace(state, packing=spec.packing)
         if not state.history or state.history[-1][1] != schedule.identity:
             old_description = state.history[-1][2] if state.history else "none"
             lines.append(
@@ -286,6 +294,7 @@ class Planner:
             tokens=state.tokens + tokens,
             units=state.units + graph.units,
             unit=spec.unit,
+            packing=spec.packing,
             carry=graph.carry,
             weights_ppm=np.rint(graph.weights * _PPM).astype(np.int64),
             history=state.history,

@@ -10,7 +10,8 @@
     OUT/NAME/masks.bin       of a source with a loss mask: int64 start and end of each run of tokens not learned,
                              counted from the first token of the source
     OUT/NAME/places.bin      of an adopted index without ids.bin: see `AdoptedIds`
-    OUT/NAME/files.json      names and record counts of the source's files, so that the index is complete without them
+    OUT/NAME/files.json      names of the source's files and record counts of their parts (`FileParts`), so that the
+                             index is complete without them
 
 The bytes do not depend on the number of worker processes, nor on how often the build was killed.
 """

@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from jtrain.data.pretokenized.index_format import (
     digest,
 )
 from jtrain.data.pretokenized.verification import Verification
+from jtrain.data.sources.file_parts import FileParts, part_names
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
@@ -170,11 +172,12 @@ class PreparedIndex:
 
     def check_mask(self, mask: MaskFields | None) -> None:
         """Raises UserError if the index was made with another loss mask than `mask`, None included."""
-        if mask is not None and self._adopted is not None:
+        if mask is not None and "adopted" in self.made_of:
+            has_labels = "labels" in self.made_of
             raise UserError(
-                f"{field_of(self.name)}: the adopted index {self.location} holds ids without a loss mask, "
-                f"but {mask} is set. Prepare the text that {field_of(self.name)}.path names, or remove "
-                f"{mask.setting}."
+                f"{field_of(self.name)}: the adopted index {self.location} holds ids "
+                f"{'whose loss mask is in their labels' if has_labels else 'without a loss mask'}, but {mask} "
+                f"is set. Prepare the text that {field_of(self.name)}.path names, or remove {mask.setting}."
             )
         index_mask, run_mask = (
             self.made_of.get("mask", "no loss mask"),
@@ -236,6 +239,12 @@ class PreparedIndex:
             raise IndexError(f"{self.location}: {span} asked for, which has {length[i]}")
         return first + starts
 
+    @property
+    def has_mask(self) -> bool:
+        """True if some token is not learned."""
+        # An index without a loss mask has no such file; an empty one holds no runs.
+        return bool(self._sizes.get(MASKS))
+
     @functools.cached_property
     def mapped_ids(self) -> UInt[np.ndarray, " tokens"] | None:
         """Ids of all records in a memory map; None for an index that is remote or adopted, or has a loss
@@ -245,7 +254,7 @@ class PreparedIndex:
           FileError: the index was removed or replaced since it was opened.
         """
         # With a loss mask the rows need the runs too, which a plain map of ids does not give.
-        if not isinstance(self._files, LocalFiles) or self._adopted is not None or self._sizes.get(MASKS):
+        if not isinstance(self._files, LocalFiles) or self._adopted is not None or self.has_mask:
             return None
         size = self._sizes[IDS]
         return self._files.table(IDS, self.dtype, (size // self.dtype.itemsize,), offset=0, size_bytes=size)
@@ -254,8 +263,7 @@ class PreparedIndex:
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int32[np.ndarray, "runs 2"]:
         """Returns the runs of the ids of `read_spans` that are not learned; none without a loss mask."""
-        # An index without a loss mask has no such file; an empty one holds no runs.
-        if not self._sizes.get(MASKS):
+        if not self.has_mask:
             return NO_RUNS
         first, _ = self._locate(records)
         return runs_of_spans(self._masks, first + starts, first + ends)
@@ -288,13 +296,18 @@ class PreparedIndex:
         return {entry["record"]: entry["why"] for entry in map(json.loads, lines)}
 
     @functools.cached_property
-    def names(self) -> list[str]:
-        """Names of the source's files, relative to its folder, sorted."""
-        return self._file_table["names"]
+    def names(self) -> Sequence[str]:
+        """Names of the source's files relative to its folder, sorted; of large ones, of their parts."""
+        return self._names_of(self._file_table)
+
+    @property
+    def num_files(self) -> int:
+        """Number of the source's files."""
+        return len(self._file_table["names"])
 
     @functools.cached_property
-    def file_ends(self) -> Int64[np.ndarray, " files"]:
-        """Number of records up to the end of each file."""
+    def file_ends(self) -> Int64[np.ndarray, " names"]:
+        """Number of records up to the end of each of `names`."""
         return np.asarray(self._file_table["file_ends"], np.int64)
 
     def identity_of(self, record: int) -> str:
@@ -351,11 +364,15 @@ class PreparedIndex:
         with refuse_misfit(self._damage_error, FILES):
             table: dict[str, Any] = json.loads(content)
             if (
-                len(table["names"]) != len(table["file_ends"])
+                len(self._names_of(table)) != len(table["file_ends"])
                 or max(table["file_ends"], default=0) < self.num_records
             ):
                 raise ValueError("too few files for its records")
         return table
+
+    def _names_of(self, table: dict[str, Any]) -> Sequence[str]:
+        # Parts take a microsecond per file to make, which a source without stripes need not pay.
+        return part_names(FileParts.from_json(table)) if "stripe_bytes" in table else table["names"]
 
     def _damage_error(self, damage: str) -> UserError:
         if isinstance(self._files, LocalFiles):

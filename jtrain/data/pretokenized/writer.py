@@ -105,8 +105,8 @@ class IndexWriter:
         self._dtype = tokenizer.id_dtype
         self._starts = shard_starts(corpus, shard_bytes)
         self.records = self.records_done = len(corpus)
-        names, ends = corpus.identities
-        files = json.dumps({"names": list(names), "file_ends": ends.tolist()})
+        parts, ends = corpus.identity_parts
+        files = json.dumps({**parts.to_json(), "file_ends": ends.tolist()})
         # Names and counts are enough here; the workers open the corpus themselves.
         corpus.close()
         self._state: dict[str, Any] = NOTHING

@@ -227,11 +227,15 @@ class NumberTable:
         pairs = self.span(first, end)
         return pairs[:, 1] - pairs[:, 0]
 
-    def rows(self, records: list[int]) -> list[list[int]]:
+    def pairs(self, records: Int[np.ndarray, " n"]) -> Int[np.ndarray, "n 2"]:
         """Returns the pairs of these records."""
         if isinstance(self._rows, np.ndarray):
-            return self._rows[records].tolist()
-        return self._read([(record, record + 1) for record in records]).tolist()
+            return self._rows[records]
+        return self._read([(record, record + 1) for record in records.tolist()])
+
+    def rows(self, records: list[int]) -> list[list[int]]:
+        """Returns the pairs of these records as plain integers."""
+        return self.pairs(np.asarray(records, np.int64)).tolist()
 
     def _read(self, spans: list[tuple[int, int]]) -> Int[np.ndarray, "records 2"]:
         """Reads the pairs of spans of records from the cache file."""

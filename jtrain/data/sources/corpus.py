@@ -147,6 +147,12 @@ class Corpus:
         """Drops what is known of files, which are opened again when they are read."""
         self.files.forget(numbers)
 
+    @property
+    def num_files(self) -> int:
+        """Number of files; `names` has the parts of large ones one by one."""
+        stored = self.files.stored
+        return int(stored.file_of(np.asarray([len(stored) - 1]))[0]) + 1
+
     def count(self, number: int) -> int:
         """Returns the number of records in a file."""
         return len(self.files[number])
@@ -301,7 +307,7 @@ class Corpus:
                 yield from read_or_mark_bad(self.files[0], run.tolist(), self.files.label(0))
                 continue
             # Reads file by file, and puts each text back at its position in the run.
-            files, numbers = self._locate(run)
+            files, numbers = self.locate(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 positions = np.flatnonzero(files == file)
@@ -317,7 +323,7 @@ class Corpus:
         below `min_bytes`.
         """
         parts_of_texts: list[TextPart | None] = [None] * len(records)
-        files, numbers = self._locate(records)
+        files, numbers = self.locate(records)
         for file in sorted(set(files.tolist())):
             positions = np.flatnonzero(files == file).tolist()
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
@@ -342,18 +348,25 @@ class Corpus:
         They are the files' names, but each stripe of a large file has one of its own, so that a record has
         the same identity whether the file was read as a whole before or not.
         """
+        parts, ends = self.identity_parts
+        return part_names(parts), ends
+
+    @functools.cached_property
+    def identity_parts(self) -> tuple[FileParts, Int[np.ndarray, " parts"]]:
+        """Parts of files that the names of `identities` are of, with the records up to the end of each."""
         if not self.is_open or self.source.format == "grain":
-            return self.names, self.file_ends
+            return self.files.stored, self.file_ends
         # Every part is a file here; `num_files` may leave out the last ones.
         files = self.files.stored.files[: len(self.files)]
         parts = FileParts(files, [stripe_bytes(file, self.source) for file in files])
-        return part_names(parts), parts.record_ends(self.files)
+        return parts, parts.record_ends(self.files)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
-    def _locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    def locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """Returns the file of each record, and its number there."""
         # side="right" steps over empty files, whose end equals that of the file before.
         files = np.searchsorted(self.file_ends, records, side="right")
         return files, records - np.where(files > 0, self.file_ends[files - 1], 0)

@@ -1,8 +1,8 @@
 """Stripes of large files: ranges of bytes whose records are found separately."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -58,6 +58,22 @@ class FileParts(Sequence[StoredFile]):
         self.starts = self.ends - counts
         total = int(counts.sum())
         self._count = total if num_parts is None else min(num_parts, total)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what the names of the parts follow from, in the form that `from_json` reads."""
+        names = {"names": [file.name for file in self.files]}
+        if int(self.ends[-1]) == len(self.files):
+            return names
+        return {**names, "sizes": self._file_sizes.tolist(), "stripe_bytes": self._stripe_bytes.tolist()}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "FileParts":
+        """Returns parts for their names alone: the files need not be there."""
+        names = saved["names"]
+        stripes = saved.get("stripe_bytes", [0] * len(names))
+        sizes = saved["sizes"] if "stripe_bytes" in saved else stripes
+        files = [StoredFile(n, n, size, "", n) for n, size in zip(names, sizes, strict=True)]
+        return cls(files, stripes)
 
     def __len__(self) -> int:
         return self._count

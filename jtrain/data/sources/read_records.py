@@ -1,10 +1,14 @@
 """Reads records of one file: one that cannot be read becomes a bad record, whatever else is read with it."""
 
+import contextlib
 import functools
 
 import numpy as np
+from jaxtyping import Int
 
+from jtrain.data.sources.corpus_files import CorpusFiles
 from jtrain.data.sources.formats import BadRecord, Records
+from jtrain.data.sources.formats.text import JsonLines, Lines
 from jtrain.data.sources.retry import NeverSkipped, retried
 
 
@@ -39,3 +43,30 @@ def read_or_mark_bad(file: Records, numbers: list[int], label: str) -> list[str 
         for position, text in zip(positions, read_texts, strict=True):
             texts[position] = text
     return texts
+
+
+def read_lines(
+    files: CorpusFiles,
+    file: Int[np.ndarray, " n"],
+    number: Int[np.ndarray, " n"],
+    *,
+    below_bytes: int,
+) -> Lines:
+    """Returns the JSON lines of some records, unparsed; an empty one for each that is to be read otherwise: of
+    another format, with a mask, of `below_bytes` or more, or in a file that cannot be read.
+
+    Args:
+      file, number: the file of each record, and its number there; see `Corpus.locate`.
+    """
+    start, end = np.zeros(len(file), np.int64), np.zeros(len(file), np.int64)
+    blocks: list[bytes] = []
+    offset = 0
+    for index in sorted(set(file.tolist())):
+        if isinstance(records := files[index], JsonLines):
+            positions = np.flatnonzero(file == index)
+            with contextlib.suppress(OSError):
+                lines = records.lines(number[positions], below_bytes=below_bytes)
+                start[positions], end[positions] = lines.start + offset, lines.end + offset
+                offset += len(lines.content)
+                blocks.append(lines.content)
+    return Lines(b"".join(blocks), start, end)

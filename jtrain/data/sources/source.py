@@ -69,8 +69,9 @@ class Source:
       end, its content and a line end (`formats/chat.py`). The content of messages of role assistant is
       learned, with the line end behind it; `weight` (0 or 1) and `train` (true or false) of a message are
       honoured. In JSON, Parquet, Arrow and ArrayRecord.
-    on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`)
-      that are longer than a row. The other samples are in one row each, unless `data.packing` is `concat`.
+    on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`,
+      or of an adopted index with labels of -100) that are longer than a row. The other samples are in one row
+      each, unless `data.packing` is `concat`.
       `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few
       pieces as hold them; of a turn that is longer than a row the end is left out, or all of it if no learned
       token is within the row. `drop` leaves the sample out. Samples of which something is left out are
@@ -136,11 +137,6 @@ class Source:
             raise UserError(
                 f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or "
                 f"{field}.messages_field, or remove it."
-            )
-        if prompt is None and messages is None and mask is None and self.on_too_long != "split_turns":
-            raise UserError(
-                f"{field}.on_too_long={self.on_too_long!r} is for samples, and text may be cut anywhere. Set "
-                f"{field}.messages_field, prompt_field or mask_field, or remove it."
             )
         for setting, name in mask_settings.items():
             # The same field twice would be its own prompt or mask.

@@ -1,28 +1,24 @@
 """Reader of chunks: token ids of a prepared source, or text that is read, cut and tokenised."""
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
-from jtrain.data.loss_mask import (
-    NO_RUNS,
-    ChunkPart,
-    encode_parts,
-    pieces_of_sample,
-    runs_of_spans,
-    runs_within,
-    split_chunk,
-)
+from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
+from jtrain.data.native.library import address, core
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.sources.source import field_of, identity_of
+from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, TextPart
+from jtrain.data.sources.read_records import read_lines
+from jtrain.data.sources.source import identity_of
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.samples import Samples
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.tokenizer import TextChunk, Tokenizer
 
@@ -67,6 +63,14 @@ class ChunkReader:
     cut: ChunkCut
     identities: tuple[Sequence[str], Int[np.ndarray, " files"]]
 
+    def __post_init__(self) -> None:
+        # Only where the rows hold samples whole.
+        self._samples = (
+            None
+            if self.setup.row_tokens is None
+            else Samples(self.setup, self.tokenizer, self.corpus, self.prepared, self.cut, self.identities)
+        )
+
     def read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
         if watch is not None and len(chunks.record):
@@ -82,6 +86,15 @@ class ChunkReader:
             ids = self.prepared.read_spans(chunks.record, start, end)
             ignored = self.prepared.ignored(chunks.record, start, end)
             return Read((end - start).astype(np.int32), ids, ignored=ignored)
+        if self._samples is not None:
+            return Read(*self._samples.read(chunks, watch))
+        # Only rows of bytes are cut at any byte of a text.
+        if self.cut.exact and self.setup.source.mask is None and (library := core()) is not None:
+            return self._read_by_core(library, chunks, watch)
+        return self._read_texts(chunks, watch)
+
+    def _read_texts(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
+        """Reads texts, cuts them and tokenises the chunks."""
         assert self.corpus is not None
         has_mask = self.setup.source.mask is not None
         text_chunks: list[TextChunk] = []
@@ -109,12 +122,7 @@ class ChunkReader:
                 # A bad record becomes an empty chunk: its number must still stand for something.
                 text = ""
             content = text.encode("utf-8")
-            if self.setup.row_tokens is not None:
-                # Where a sample may be cut is known when it is tokenised.
-                chunk, start = TextChunk(content, begin and bool(content), ends=bool(content)), 0
-            elif (
-                content and not first and len(content) + self.cut.border_tokens <= num * self.cut.chunk_bytes
-            ):
+            if content and not first and len(content) + self.cut.border_tokens <= num * self.cut.chunk_bytes:
                 # Most documents are one chunk, and a cut takes 2 us.
                 chunk, start = TextChunk(content, begin, ends=True), 0
             else:
@@ -126,75 +134,62 @@ class ChunkReader:
         if not has_mask:
             return Read(*self.tokenizer.encode_chunks(text_chunks), tuple(reasons))
         (lengths, ids), ignored = encode_parts(self.tokenizer, masked_parts)
-        if self.setup.row_tokens is None:
-            return Read(lengths, ids, tuple(reasons), ignored)
-        first_token = np.cumsum(lengths, dtype=np.int64) - lengths
-        start, end = np.zeros(len(lengths), np.int64), lengths.astype(np.int64)
-        for i in np.flatnonzero((lengths > self.setup.row_tokens) | (chunks.first > 0)).tolist():
-            runs = runs_within(ignored, int(first_token[i]), int(first_token[i]) + int(lengths[i]))
-            start[i], end[i], loss = self._piece(_chunk_at(chunks, i), int(lengths[i]), runs)
-            reasons += [(i, loss)] if loss else []
-        if np.array_equal(lengths, end - start):
-            return Read(lengths, ids, tuple(reasons), ignored)
-        start, end = first_token + start, first_token + end
-        spans = zip(start.tolist(), end.tolist(), strict=True)
-        pieces = np.concatenate([ids[:0], *(ids[first:last] for first, last in spans)])
-        ignored = runs_of_spans(ignored, start, end)
-        return Read((end - start).astype(np.int32), pieces, tuple(reasons), ignored)
+        return Read(lengths, ids, tuple(reasons), ignored)
 
-    def _piece(self, chunk: Chunks, length: int, runs: Int[np.ndarray, "runs 2"]) -> tuple[int, int, str]:
-        """Returns first token and end of one chunk of a sample, and what is left out of the sample, if this
-        is its first chunk.
+    def _read_by_core(
+        self, library: ctypes.CDLL, chunks: Chunks, watch: Callable[[int], None] | None
+    ) -> Read:
+        """Reads chunks of bytes: those of JSON lines without an object of Python per document.
 
-        Args:
-          length: tokens of the sample.
-          runs: runs of its tokens that are not learned.
-
-        Raises:
-          BadRecord: the sample is longer than a row, and `on_too_long` is refuse.
+        Lines about which only Python can tell, and records of other formats, are read as `_read_texts` does.
         """
-        setup, row_tokens = self.setup, self.setup.row_tokens
-        assert row_tokens is not None
-        record, first, num = (int(array[0]) for array in chunk)
-        if length <= row_tokens:
-            return (0, 0, "") if first else (0, length, "")
-        rule, field = setup.source.on_too_long, field_of(setup.name)
-        too_long = (
-            f"document {identity_of(*self.identities, record)}: its {length:,} tokens are more than a row of "
-            f"data.seq_len={row_tokens:,}"
+        assert self.corpus is not None
+        located = self.corpus.locate(chunks.record)
+        lines = read_lines(self.corpus.files, *located, below_bytes=self._long_line_bytes)
+        if not lines.content:
+            return self._read_texts(chunks, watch)
+        # Room for a begin and an end id of each text, and for the eight bytes that the core writes at a time.
+        room = int((lines.end - lines.start).sum()) + 10 * len(chunks.record)
+        ids, lengths = np.empty(room, np.uint8), np.empty(len(chunks.record), np.int32)
+        field = self.setup.source.text_field.encode()
+        num_ids = library.json_chunks(
+            len(chunks.record),
+            lines.content,
+            *(address(column, np.int64) for column in (lines.start, lines.end, chunks.first, chunks.num)),
+            self.cut.chunk_bytes,
+            field,
+            len(field),
+            address(ids, np.uint8),
+            address(lengths, np.int32),
         )
-        if rule == "refuse":
-            raise BadRecord(
-                f"{field}: {too_long}. Raise data.seq_len, shorten it, or set {field}.on_too_long to "
-                "'split_turns' or 'drop'."
-            )
-        pieces = pieces_of_sample(length, runs, row_tokens) if rule == "split_turns" else []
-        # Where the text has more tokens per byte than was estimated, the slots may be too few.
-        pieces = pieces[: self._num_slots(record, length, num)]
-        loss = ""
-        left_out = _num_learned(runs, 0, length) - sum(_num_learned(runs, *piece) for piece in pieces)
-        if not first and left_out:
-            loss = f"{too_long}; {left_out:,} that are learned are left out ({field}.on_too_long={rule!r})"
-        start, end = pieces[first // num] if first // num < len(pieces) else (0, 0)
-        return start, end, loss
+        ids = ids[:num_ids]
+        others = np.flatnonzero(lengths < 0)
+        if not len(others):
+            return Read(lengths, ids)
+        if watch is not None and others[0]:
+            watch(int(others[0]))
+        read = self._read_texts(
+            Chunks(*(column[others] for column in chunks)),
+            None if watch is None else lambda i: watch(int(others[i])),
+        )
+        lengths[others] = 0
+        # Each text goes before the ids of the chunks that follow it.
+        before = np.cumsum(lengths, dtype=np.int64)[others]
+        lengths[others] = read.lengths
+        skipped = tuple((int(others[i]), reason) for i, reason in read.skipped)
+        return Read(lengths, np.insert(ids, np.repeat(before, read.lengths), read.ids), skipped)
 
-    def _num_slots(self, record: int, length: int, num: int) -> int:
-        """Returns the number of slots of a sample, of `num` chunks each."""
-        if self.corpus is None:
-            return -(-length // self.setup.chunk_tokens)
-        return int(self.cut.counts(self.corpus.sizes(record, record + 1), per_slot=num)[0])
+    @property
+    def _long_line_bytes(self) -> int:
+        """Bytes of a line from which on marks are looked for, so that a part of it is read alone."""
+        return max(LONG_LINE_BYTES, 2 * self.cut.chunk_bytes)
 
     def spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns first token and end of each chunk of a prepared source within its document."""
         assert self.prepared is not None
+        if self._samples is not None:
+            return self._samples.spans(chunks)
         length = self.prepared.lengths(chunks.record).astype(np.int64)
-        if self.setup.row_tokens is not None:
-            start, end = np.zeros_like(length), np.where(chunks.first == 0, length, 0)
-            for i in np.flatnonzero(length > self.setup.row_tokens).tolist():
-                chunk = _chunk_at(chunks, i)
-                runs = self.prepared.ignored(chunk.record, np.zeros(1, np.int64), length[i : i + 1])
-                start[i], end[i], _ = self._piece(chunk, int(length[i]), runs)
-            return start, end
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
@@ -205,13 +200,5 @@ class ChunkReader:
         assert self.corpus is not None
         # A document of one chunk is read as a whole, in one go.
         spans = self.cut.spans(chunks.first, chunks.num)
-        parts = self.corpus.parts(chunks.record, spans, min_bytes=2 * self.cut.chunk_bytes)
+        parts = self.corpus.parts(chunks.record, spans, min_bytes=self._long_line_bytes)
         return {i: part for i, part in enumerate(parts) if part is not None}
-
-
-def _num_learned(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> int:
-    return end - start - int(np.diff(runs_within(runs, start, end)).sum())
-
-
-def _chunk_at(chunks: Chunks, index: int) -> Chunks:
-    return Chunks(*(array[index : index + 1] for array in chunks))

@@ -14,24 +14,23 @@ from jaxtyping import Bool, Float64, Int, Int64
 
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
-from jtrain.data.sources.corpus import GAP, Corpus
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.opening import Opening
-from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, spread_windows
+from jtrain.data.sources.shuffle import epoch_key, order_seed
 from jtrain.data.sources.source import FileKeys, identity_of, split_positions
 from jtrain.data.stream.chunk_order import ChunkOrder, Chunks
 from jtrain.data.stream.chunk_reader import ChunkReader, Read
 from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.stream.random_records import RECORDS_AT_A_TIME, random_records
 from jtrain.data.stream.source_order import estimated_chunk_bytes, make_order
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
 
-_RECORDS_AT_A_TIME = 1 << 16
-
-_BYTES_AT_A_TIME, _PARTS_AT_A_TIME = 1 << 28, 1024
-"""Bytes and number of the files or stripes whose records are drawn together for an evaluation."""
+_BYTES_AT_A_TIME = 1 << 28
+"""Bytes of the files or stripes whose records are drawn together for an evaluation."""
 
 
 class Origin(NamedTuple):
@@ -152,6 +151,11 @@ class ChunkStream:
         return self.setup.generations or (
             Generation(0, 0, 0, 0 if self.corpus is None else len(self.corpus.names)),
         )
+
+    @property
+    def has_samples(self) -> bool:
+        """True if records are samples, of which some tokens are not learned."""
+        return self.setup.source.mask is not None or (self.prepared is not None and self.prepared.has_mask)
 
     @property
     def _growing(self) -> GrowingChunks | None:
@@ -306,34 +310,15 @@ class ChunkStream:
           most_bytes: bytes of files or stripes from all over the source that are opened, and whose records
             are shuffled, at a time; if files are opened as they are read.
         """
-        total = self.num_documents
-        if self.corpus is not None and total is not None and files is not None:
-            total = self.corpus.records_before(files)
-        if total is None:
-            assert self.corpus is not None
-            num_files = files or len(self.names)
-            sizes = self.corpus.file_sizes()[:num_files]
-            for parts in spread_windows(
-                np.arange(num_files), sizes, key, window_bytes=most_bytes, most_parts=_PARTS_AT_A_TIME
-            ):
-                numbers = parts.tolist()
-                self.corpus.open(numbers)
-                records = np.concatenate([n * GAP + np.arange(self.corpus.count(n)) for n in numbers])
-                # Few of them are read, which are then opened once more: all would take too much memory.
-                self.corpus.forget(numbers)
-                yield records[permuted(np.arange(len(records)), np.int64(max(len(records), 1)), key)]
-            return
-        for start in range(0, total, _RECORDS_AT_A_TIME):
-            positions = np.arange(start, min(start + _RECORDS_AT_A_TIME, total), dtype=np.int64)
-            yield permuted(positions, np.int64(total), key)
+        return random_records(self.corpus, self.num_documents, key, files=files, most_bytes=most_bytes)
 
     @property
     def num_files(self) -> int:
         """Number of files; `names` has the stripes of large ones one by one."""
-        if self.corpus is None:
-            return sum(re.search(r"@\d+$", str(name)) is None for name in self.names)
-        stored = self.corpus.files.stored
-        return int(stored.file_of(np.asarray([len(stored) - 1]))[0]) + 1
+        if self.prepared is not None:
+            return self.prepared.num_files
+        assert self.corpus is not None
+        return self.corpus.num_files
 
     def origin_of(self, records: Int[np.ndarray, " n"]) -> Origin:
         """Returns the number of files and parts that these records are from."""
@@ -346,8 +331,8 @@ class ChunkStream:
         """Returns the number of samples of a prepared source that are longer than a row; 0 for text."""
         if self.setup.row_tokens is None or self.prepared is None:
             return 0
-        blocks = range(0, len(self.prepared), _RECORDS_AT_A_TIME)
-        ranges = (np.arange(start, min(start + _RECORDS_AT_A_TIME, len(self.prepared))) for start in blocks)
+        blocks = range(0, len(self.prepared), RECORDS_AT_A_TIME)
+        ranges = (np.arange(start, min(start + RECORDS_AT_A_TIME, len(self.prepared))) for start in blocks)
         return sum(int((self.prepared.lengths(r) > self.setup.row_tokens).sum()) for r in ranges)
 
     @property

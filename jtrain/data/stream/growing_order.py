@@ -93,7 +93,7 @@ class GrowingChunks:
             # More empty windows than an epoch has: all files are empty.
             if num_empty > len(self._windows_of(anchor.epoch)):
                 raise UserError(
-                    f"{self._corpus.source.path}: none of its {len(self._corpus.names):,} files holds a "
+                    f"{self._corpus.source.path}: none of its {self._corpus.num_files:,} files holds a "
                     "record. Set the source's path to files with text in them."
                 )
             epoch, window = anchor.epoch, anchor.window + 1

@@ -107,6 +107,7 @@ def exposed_network(
         total_s = seconds(collective, machine, job.layout.mesh.shape, efficiency=efficiency)
         hideable_s = total_s * hideable_fraction(collective, job, machine.device)
         hidden_s = hiding.take(collective, hideable_s)
+        # In total; exposed, with what hidden ones slow down; waits, with nothing computed beside them.
         times.append(
             CollectiveTime(collective, total_s, total_s - hidden_s * (1 - slowdown), total_s - hidden_s)
         )

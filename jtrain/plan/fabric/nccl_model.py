@@ -280,7 +280,18 @@ def _pat(group: Group) -> Estimate:
 
 
 def _plateau(group: Group, kind: Reduction, array_bytes: int) -> float:
-    """Factor of a ring's latency with Simple, once channels have enough to send."""
+    """Factor of the latency of a ring with Simple; 1.0 below 64 bytes per rank and channel.
+
+    Between hosts it is `PLATEAU` for an all-reduce, and 1.0 for a gather or a scatter. Within one domain only
+    Blackwell has a factor, for all three kinds: it rises from 1.0 at one step of the ring towards `PLATEAU`,
+    and falls again by up to 0.1 between 256 and 512 KiB per rank and channel.
+
+    Example within a domain: an all-reduce of 8 GPUs has 2 * 7 = 14 steps, so the rise is complete: 1.4 up to
+    256 KiB per rank and channel, 1.35 at 384 KiB, 1.3 from 512 KiB on. A gather of 2 GPUs has 1 step: 1.0.
+
+    Args:
+      array_bytes: the whole array, as in `time_us`.
+    """
     is_blackwell = group.node.generation == "blackwell"
     applies = kind == "all-reduce" if group.nodes > 1 else is_blackwell
     # NCCL applies the factor from 64 bytes per rank and channel on.

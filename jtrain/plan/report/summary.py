@@ -158,7 +158,7 @@ def memory_table(
 
     Args:
       classes: bytes on the device by class.
-      beside: rows below the plan's own: bytes that are there.
+      extra_rows: name -> bytes of further rows, below the plan's own.
       measured_bytes: peak of a run.
     """
     names = ["formula GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]

@@ -174,6 +174,15 @@ def _step(
     peaks: Peaks,
     sampled: Mapping[int, Samples],
 ) -> StepBreakdown:
+    """Breakdown of one step of the trace: seconds are means over the devices, the energy is their sum.
+
+    Args:
+      span: the step, in ns of the trace's clock.
+      devices: the step's seconds on each device.
+      events, losses: all events of the trace, of which this step's are taken, and their clock figures.
+      facts: what the run wrote beside the trace; `step_flops` are those of all devices.
+      sampled: device -> its clock samples.
+    """
     is_in_step = events.step == span.step
     num_devices = len(devices)
     duration_s = (span.end_ns - span.start_ns) * 1e-9

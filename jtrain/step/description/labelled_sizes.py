@@ -179,7 +179,18 @@ class LabelledSizes:
 
 
 def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
-    """Sizes of a trace for a class."""
+    """Chooses the sizes of the trace of a class: what all its layouts share as it is, all else as primes.
+
+    The letters are explained in `LabelledSizes`. A size of the model or mesh is a product of primes and
+    shared numbers, so that every split of it comes out even: d_ff is f * tensor, and each device has f of it.
+
+    Example, layers of a dense model with ZeRO stage 3: b = 11 sequences, l = 17 positions, t = 13 devices
+    along `tensor`, f = 59 of d_ff = 59 * 13. An activation of the feed-forward layer has 11 * 17 * 13 * 59 =
+    143,429 elements in the trace, which is b l t f. A layout of the class with two sequences of 128
+    positions, tensor = 2 and d_ff = 128 has b = 2, l = 64, t = 2, f = 64: 16,384 elements.
+    """
+    # Numbers of the class that also divide sizes: no prime may be one of their factors, or `monomial` would
+    # mistake them for it.
     fixed_factors = (
         layout_class.context
         * layout_class.shared
@@ -194,6 +205,8 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # numbers.
         smallest = 3 if layout_class.precision.matmul_dtype == "compute" else 5
         small_primes = (n for n in range(smallest, 30) if _is_prime(n) and fixed_factors % n)
+        # x before c: with `few` a device has fewer experts, x, than a token chooses, c. Otherwise x is one of
+        # the larger primes below.
         labels = {letter: next(small_primes) for letter in ("xc" if layout_class.few else "c")}
         fixed_factors *= math.prod(labels.values())
     # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these
@@ -201,15 +214,19 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     first_prime = {0: 11, 1: 5}.get(layout_class.pieces, 61)
     primes = (n for n in range(first_prime, 10_000) if _is_prime(n) and fixed_factors % n)
     labels = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"} | labels
+    # Fixed by the class, so no label.
     if layout_class.tensor:
         del labels["t"]
     rings = ["z", "r", "s"][: layout_class.rings]
     data = math.prod(labels[name] for name in rings) if rings else labels["z"]
     context = layout_class.context
+    # With shared key heads there are k of them, and `shared` devices for each.
     tensor = layout_class.tensor or (
         layout_class.shared * labels["k"] if layout_class.shared > 1 else labels["t"]
     )
+    # D is split over ZeRO's shards; that of shared key heads' kernels over `tensor` as well.
     width = labels["d"] * data * context * (tensor if layout_class.shared > 1 else 1)
+    # Both numbers that decide how many key heads there are belong to the class.
     if layout_class.tensor and layout_class.shared > 1:
         del labels["k"]
     kv_heads = (
@@ -218,17 +235,22 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         else (layout_class.kv_heads or labels["k"]) * tensor
     )
     heads = max(kv_heads, tensor) * labels["g"] * (context if layout_class.kv_heads else 1)
+    # Passes of a pipeline are of single layers, the same in each stage: two stages of one layer are enough.
     stages = (2 if layout_class.part == "layers" else labels["p"]) if layout_class.staged else 1
+    # Zig-zag order cuts a device's positions into two, an exchange of tokens into `pieces`.
     halves = math.lcm(2 if context > 1 else 1, layout_class.pieces or 1)
+    # `positions` are those of a device, of a sequence that is also split over tensor and context.
     rows, positions = labels["b"] * layout_class.spec.sequence_groups, labels["l"] * halves
     vocab, chunk = labels["v"], 10**9
     if layout_class.part == "loss":
         # 7 chunks, the last one short: positions and those of all chunks are different numbers.
         labels |= {"u": 1009, "m": 7}
         chunked = labels["u"] * (tensor * stages if layout_class.in_parts else 1)
+        # A prime too, so that its factor shows which arrays have the length of a chunk.
         chunk = next(n for n in range(-(-chunked // labels["m"]), chunked) if _is_prime(n))
         labels["q"], rows, positions = chunk, 1, labels["u"] * stages
         if layout_class.in_parts:
+            # The largest prime below PART_COLUMNS, so that the vocabulary is gathered in exactly n parts.
             labels |= {"o": 16381, "n": 5}
             vocab = labels["o"] * labels["n"]
             assert -(-vocab // PART_COLUMNS) == labels["n"]
@@ -265,6 +287,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     layout = make_layout(layout_class.spec, mesh, model.param_infos(), **options)
     if layout_class.rings:
         lengths = [labels[name] for name in rings]
+        # The last ring of the torus includes `context`: ZeRO shards over both.
         layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * context))
     return LabelledSizes(model, layout, rows, positions * tensor * context, labels)
 

@@ -22,7 +22,8 @@ from jtrain_kernels.overlap.xla.lower_schedule import gather, put, rows_of
 from jtrain_kernels.overlap.xla.op import KernelTuple, OverlapPlan, reduce_scattered
 
 type PerKernel = Float[Array, "G 3"] | None
-"""`Fp8Kernel.scale_3`, or `seen_3`, for each of G kernels; None for current scaling."""
+"""`Fp8Kernel.scale_3`, or `seen_3`, for each of G kernels; None for current scaling. Columns are
+`history.ROLES`: 0 x, 1 kernel, 2 gradient."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -44,10 +45,16 @@ def all_gather_matmul(
 def _gather_forward(
     x_BRK: Array, kernels: KernelTuple, scale_G3: PerKernel, seen_G3: PerKernel, plan: OverlapPlan
 ) -> tuple[KernelTuple, Any]:
+    """The outputs of `all_gather_matmul`, and what `_gather_backward` needs of the forward pass.
+
+    R rows of x per rank are quantised once and sent around; at each arrival `visit` multiplies a piece of
+    them by all kernels and writes the product at the place of the piece, `number`, in the gathered rows.
+    """
     # seen_G3 is an input only so that its cotangent can carry this step's amax out of the backward pass.
     del seen_G3
     dtype = x_BRK.dtype
-    # With a plan: x is one shard of the gathered rows, and every rank must scale by the same number.
+    # One scale of x for all kernels, that of the first. With a plan: x is one shard of the gathered rows, and
+    # every rank must scale by the same number.
     x_scale = _scale(x_BRK, scale_G3, 0, 0, plan)
     kernel_scales = tuple(_scale(k, scale_G3, i, 1) for i, k in enumerate(kernels))
     kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
@@ -73,6 +80,11 @@ def _gather_forward(
 def _gather_backward(
     plan: OverlapPlan, saved: Any, dys: KernelTuple
 ) -> tuple[Array, KernelTuple, PerKernel, PerKernel]:
+    """Gradients of x, of the kernels, and of the two arguments about scales (`_of_scales`).
+
+    dys has one [B, ranks * R, N] per kernel, the columns of this rank. x is gathered again for the kernels'
+    gradients; x's own gradient is the sum over kernels and ranks, of which this rank keeps its R rows.
+    """
     x_BRK, kernels, x_scale, kernel_scales, scale_G3 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
@@ -124,6 +136,7 @@ def matmul_reduce_scatter(
 def _scatter_forward(
     x_BRK: Array, kernel_KN: Array, scale_13: PerKernel, seen_13: PerKernel, plan: OverlapPlan
 ) -> tuple[Array, Any]:
+    """The output of `matmul_reduce_scatter`, and what `_scatter_backward` needs of the forward pass."""
     del seen_13
     dtype = x_BRK.dtype
     rows_per_piece = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
@@ -143,6 +156,11 @@ def _scatter_forward(
 def _scatter_backward(
     plan: OverlapPlan, saved: Any, dy_BRN: Array
 ) -> tuple[Array, Array, PerKernel, PerKernel]:
+    """Gradients of x, of the kernel, and of the two arguments about scales (`_of_scales`).
+
+    dy_BRN is this rank's shard of rows: it is gathered in 8 bits, and each piece gives rows of dx and a part
+    of the kernel's gradient.
+    """
     x_BRK, kernel_KN, x_scale, kernel_scale, scale_13 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
@@ -170,10 +188,13 @@ matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 def _scale(
     x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapPlan | None = None
 ) -> Float[Array, ""]:
-    """Scale of the tensor in `history.ROLES[role]`.
+    """Scale of the tensor in `history.ROLES[role]` (0 x, 1 kernel, 2 gradient), a power of two.
 
-    With a plan, x is one rank's shard of a gathered array, and the amax is taken over ranks so that all scale
-    alike.
+    Args:
+      x: the tensor.
+      kernel: number of the kernel whose history has the scale; unused without delayed scaling.
+      plan: given if x is one rank's shard of a gathered array: then the amax is taken over ranks, so that all
+        scale alike.
     """
     # Delayed scaling: the scale is known before the tensor is, and is already the same on all ranks.
     if scale_G3 is not None:
@@ -205,11 +226,13 @@ def _dot(x_BRK: Array, kernel_KN: Array, dtype: jax.typing.DTypeLike) -> Float[A
 
 
 def _dot_back(dy_BRN: Array, kernel_KN: Array) -> Float[Array, "B _ K"]:
+    """Gradient of x, `dy @ kernel.T`, in float32."""
     dx = _exact(dy_BRN.reshape(-1, dy_BRN.shape[2]), kernel_KN, 1, 1)
     return dx.reshape(*dy_BRN.shape[:2], -1)
 
 
 def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
+    """Part of the kernel's gradient by some rows, `x.T @ dy` over sequences and rows, in float32."""
     return _exact(x_BRK.reshape(-1, x_BRK.shape[2]), dy_BRN.reshape(-1, dy_BRN.shape[2]), 0, 0)
 
 

@@ -30,7 +30,11 @@ def backward(
     stages: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
-    """Computes dx of every `stride`-th row, and this program's part of dscale."""
+    """Computes dx of every `stride`-th row, and this program's part of dscale.
+
+    Arrays are pointers: dy, x and dx to [rows, width], scale to f32 [width], parts to f32 [stride, width], a
+    row per program. `block` is the power of two from width on; `stages` is Triton's `num_stages`.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -66,7 +70,10 @@ def backward_with_residual(
     stages: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
-    """Computes the same as `backward`, with the gradient of the residual stream added to dx."""
+    """Computes the same as `backward`, with the gradient of the residual stream added to dx.
+
+    residual: that gradient, a pointer to [rows, width]. The other arguments are those of `backward`.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jtrain.data import BatchIterator, open_dataset
-from jtrain.data.hosts.peer_links import PeerLinks
+from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.plane import data_plane
 from jtrain.layout.dims import Batch
 from jtrain.runtime.link import Peers
@@ -208,3 +208,23 @@ def test_a_constructor_that_is_stuck_is_noticed_while_its_links_live(
     answer_until((first, second), lambda: not (first.unreachable() or second.unreachable()))
     answer_until((first,), first.unreachable)
     assert "no answer" in first.unreachable()[1][1]
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_constructor_that_is_stuck_is_not_back_before_it_answers(
+    ends: tuple[PeerLinks, PeerLinks, Proxy], stuck: int
+) -> None:
+    """Its thread of links connects anew again and again, whichever side calls; its main loop says nothing."""
+    other = (ends[0], ends[1])[1 - stuck]
+    answer_until((ends[0], ends[1]), lambda: not (ends[0].unreachable() or ends[1].unreachable()))
+    answer_until((other,), other.unreachable)
+    since_s, _ = other.unreachable()[stuck]
+    handshakes = 0
+    until_s = time.monotonic() + 120
+    while handshakes < 3 and time.monotonic() < until_s:
+        handshakes += sum(message == CONNECTED for _, message in other.received())
+        assert stuck in other.unreachable()
+        time.sleep(0.01)
+    assert handshakes >= 3
+    assert other.unreachable()[stuck][0] == since_s, "a handshake is no sign of life"
+    answer_until((ends[0], ends[1]), lambda: not other.unreachable())

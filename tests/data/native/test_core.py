@@ -1,7 +1,6 @@
 """The C core and NumPy give the same bits, and a library that is not of this source is refused."""
 
 import ctypes
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +12,10 @@ from hypothesis import strategies as st
 
 from jtrain.data.constructor import chunk_buffer
 from jtrain.data.constructor.collate import ARRAYS, Rows, Spans, fill_by_core, fill_by_numpy, memory_of
-from jtrain.data.native.library import LIBRARY, core, load
+from jtrain.data.native.library import LIBRARY, load
 from jtrain.data.planner.pieces import Pieces
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(name="library", scope="module")
-def fixture_library() -> ctypes.CDLL:
-    """The core of this checkout; where there is a C compiler, it must have been built."""
-    if (library := core()) is None:
-        assert shutil.which("cc") is None, load(LIBRARY)[1]
-        pytest.skip("no C compiler here")
-    return library
 
 
 @st.composite

@@ -15,6 +15,8 @@ from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.index_format import BLOCK
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources import file_parts
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer
 from jtrain.errors import FileError
@@ -53,6 +55,20 @@ def make(folder: Path, tokenizer: str = "bytes", lines: list[str] | None = None)
 def index(tmp_path_factory: pytest.TempPathFactory) -> PreparedIndex:
     """Index of byte tokens; shared by tests, which must not change it."""
     return PreparedIndex(make(tmp_path_factory.mktemp("prepared")))
+
+
+def test_a_file_in_parts_is_listed_once_and_its_records_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_parts, "STRIPE_BYTES", 512)
+    index = PreparedIndex(make(tmp_path))
+    assert index.num_files == 1
+    assert (tmp_path / "out" / "web" / "files.json").read_text().count("web.jsonl") == 1
+    corpus = Corpus(Source(path=str(tmp_path / "web.jsonl")), name="web", cache_dir=tmp_path / "cache")
+    names = [corpus.identity_of(record) for record in range(NUM_DOCUMENTS)]
+    assert len({name.partition(":")[0] for name in names}) > 20
+    assert [index.identity_of(record) for record in range(NUM_DOCUMENTS)] == names
+    assert index.verify() == []
 
 
 @given(records=st.lists(st.integers(0, NUM_DOCUMENTS - 1), max_size=40))

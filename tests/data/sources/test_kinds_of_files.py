@@ -6,6 +6,7 @@ import json
 import lzma
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ def corpus(path: Path, **fields: str) -> Corpus:
     return Corpus(Source(path=str(path), **fields), name="web", cache_dir=path.parent.with_name("cache"))  # type: ignore[arg-type]
 
 
-def texts(path: Path) -> list[object]:
-    opened = corpus(path)
+def texts(path: Path, **fields: str) -> list[object]:
+    opened = corpus(path, **fields)
     return list(opened.read(np.arange(len(opened))))
 
 
@@ -94,8 +95,21 @@ def test_json_lines_of_any_name_are_read_as_such(name: str, tmp_path: Path) -> N
     assert str(corpus(tmp_path / "d" / name, format="text")[0]).startswith('{"text": "one"}')
 
 
+@pytest.mark.parametrize("record", [{"text": "one"}, {"body": {"text": "one"}}])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("name", ["part-0", "a.txt"])
+def test_a_single_json_line_with_the_field_is_a_record(
+    name: str, end: str, record: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(record) + end)
+    field = "text" if "text" in record else "body.text"
+    assert texts(tmp_path / name, text_field=field) == ["one"]
+    assert texts(tmp_path / name, format="text") == [json.dumps(record) + end]
+
+
 def test_text_that_only_begins_like_json_stays_text(tmp_path: Path) -> None:
-    for content in ("{\n}\n", '{"text": 1}\nand more\n', "{not json}\n{}\n", "[1]\n[2]\n"):
+    contents = ("{\n}\n", '{"text": 1}\nand more\n', "{not json}\n{}\n", "[1]\n[2]\n", '{"color": "red"}\n')
+    for content in contents:
         (tmp_path / "a.txt").write_text(content)
         assert texts(tmp_path / "a.txt") == [content]
 

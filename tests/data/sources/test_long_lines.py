@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import JsonLines, long_lines, text
-from jtrain.data.sources.formats.long_lines import MarkCache, Marks, marks_of, text_of_part
+from jtrain.data.sources.formats.long_lines import Marks, marks_of, text_of_part
 from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.latest_values import LatestValues
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
 from jtrain.data.stream.chunk_order import Chunks
@@ -99,12 +100,15 @@ def test_only_so_many_marks_are_kept() -> None:
     marks = marks_in(json.dumps({"text": text}).encode())
     assert marks is not None
     assert len(marks.text) == 50
-    kept, file = MarkCache(most_marks=120), object()
+    assert marks.size_bytes == 50 * 16
+    kept = LatestValues[Marks](120 * 16)
     for record in (0, 1):
-        kept.add(file, record, marks)
-    assert kept.get(file, 0) is marks
-    kept.add(file, 2, marks)
-    assert [kept.get(file, record) is not None for record in range(3)] == [True, False, True]
+        kept.add(record, marks, marks.size_bytes)
+    assert kept.get(0) is marks
+    kept.add(2, marks, marks.size_bytes)
+    assert [kept.get(record) is not None for record in range(3)] == [True, False, True]
+    kept.add(3, marks, 1 << 20)
+    assert len(kept) == 1, "the newest one stays"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ of the JSON that is parsed, then the string that is the text, for marks: at some
 of the line that stands for it.
 """
 
-import collections
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -21,10 +20,6 @@ LONG_LINE_BYTES = 1 << 14
 
 _MARK_BYTES = 1 << 11
 """Bytes of text between two marks, which take 16 bytes."""
-
-_MOST_MARKS = 1 << 20
-"""Marks that a process keeps: of 2 GiB of text, in 16 MiB. The lines that were marked or read the longest ago
-go."""
 
 _BLOCK_BYTES = 1 << 22
 """Bytes of a line that are scanned at a time; each takes about 10 bytes of memory."""
@@ -79,38 +74,14 @@ class Marks(NamedTuple):
         """Bytes of the text."""
         return int(self.text[-1])
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the marks."""
+        return self.text.nbytes + self.line.nbytes
+
 
 NO_MARKS = Marks(np.zeros(0, np.int64), np.zeros(0, np.int64))
 """Stands for the marks of a line that has none, so that it is not scanned again."""
-
-
-class MarkCache:
-    """Marks of the lines read last, over all files of a process; a line's key is its file and number."""
-
-    def __init__(self, most_marks: int = _MOST_MARKS) -> None:
-        self._marks: collections.OrderedDict[tuple[object, int], Marks] = collections.OrderedDict()
-        self._max_marks = most_marks
-        self._count = 0
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def get(self, file: object, record: int) -> Marks | None:
-        """Returns the marks of a line, which are then the last to go."""
-        if (marks := self._marks.get((file, record))) is not None:
-            self._marks.move_to_end((file, record))
-        return marks
-
-    def add(self, file: object, record: int, marks: Marks) -> None:
-        """Keeps the marks of a line, and drops others if they are too many."""
-        if (file, record) in self._marks:
-            return
-        self._marks[file, record] = marks
-        self._count += len(marks.text)
-        # The newest marks stay whatever their number, or a very long line would be marked at each read.
-        while self._count > self._max_marks and len(self._marks) > 1:
-            _, oldest = self._marks.popitem(last=False)
-            self._count -= len(oldest.text)
 
 
 def marks_of(read: ReadBytes, start: int, end: int, text_of: Callable[[dict[str, Any]], Any]) -> Marks | None:

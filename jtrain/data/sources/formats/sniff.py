@@ -91,7 +91,7 @@ def _lines_head(file: StoredFile, compression: str | None) -> bytes:
 
 
 def _are_json_lines(head: bytes, text_field: str) -> bool:
-    """True if the first lines, two at least, are objects, or a longer one begins as one with that field."""
+    """True if the first lines are objects; one with that field, if there is only one line."""
     lines = head.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if len(lines) == 1 and len(head) >= _LINES_HEAD_BYTES:
         return lines[0].startswith(b"{") and json.dumps(text_field).encode() in head
@@ -100,11 +100,12 @@ def _are_json_lines(head: bytes, text_field: str) -> bool:
         lines.pop()
     lines = [line for line in lines if line.strip()][:_MOST_LINES]
     try:
-        objects = [line.startswith(b"{") and isinstance(json.loads(line), dict) for line in lines]
+        values = [json.loads(line) for line in lines if line.startswith(b"{")]
     except (ValueError, RecursionError):
         return False
-    whole = len(head) < _LINES_HEAD_BYTES
-    return all(objects) and (len(objects) > 1 or (len(objects) == 1 and not whole))
+    # A text may be one object, such as a file of settings; the field to train on tells it from a record.
+    has_more = len(lines) > 1 or len(head) >= _LINES_HEAD_BYTES
+    return len(values) == len(lines) > 0 and (has_more or text_field in values[0])
 
 
 def check_content(file: StoredFile, *, kind: str, field: str, is_declared: bool = True) -> None:

@@ -3,16 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int64
 
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
     NO_MARKS,
-    MarkCache,
     Marks,
     TextPart,
     marks_of,
@@ -27,6 +26,7 @@ from jtrain.data.sources.formats.record import (
     plain_text_of_json,
     text_of_json,
 )
+from jtrain.data.sources.latest_values import LatestValues
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
@@ -119,7 +119,21 @@ class TextFile(Records):
         )
 
 
-_MARK_CACHE = MarkCache()
+_KEPT_MARKS = LatestValues[Marks](1 << 24)
+"""Marks of the lines of this process, by file and number: of 2 GiB of text."""
+
+
+class Lines(NamedTuple):
+    """JSON lines, unparsed: bytes that hold them, and where each begins and ends there."""
+
+    content: bytes
+    start: Int64[np.ndarray, " lines"]
+    end: Int64[np.ndarray, " lines"]
+
+    @classmethod
+    def none(cls, num: int) -> "Lines":
+        """Returns so many empty lines, which stand for those that are read otherwise."""
+        return cls(b"", np.zeros(num, np.int64), np.zeros(num, np.int64))
 
 
 class JsonLines(Records):
@@ -194,6 +208,29 @@ class JsonLines(Records):
                 texts.append(text)
         return texts
 
+    def lines(self, records: Int[np.ndarray, " n"], *, below_bytes: int) -> Lines:
+        """Returns the bytes of these lines, unparsed; nothing of those of `below_bytes` or more, or with a
+        mask.
+        """
+        pairs = self._lines.pairs(records).astype(np.int64, copy=False)
+        start, size = pairs[:, 0], pairs[:, 1] - pairs[:, 0]
+        is_short = size < below_bytes
+        if self._fields.mask is not None or not is_short.any():
+            return Lines.none(len(records))
+        size = np.where(is_short, size, 0)
+        first, last = int(start[is_short].min()), int((start + size)[is_short].max())
+        with self._file.open() as file:
+            if _lie_close(first, last, int(size.sum())):
+                # All of them in one read, with what lies between.
+                content, start = _content(file.fileno(), first, last), np.where(is_short, start - first, 0)
+            else:
+                spans = zip(start.tolist(), (start + size).tolist(), strict=True)
+                content = b"".join(_content(file.fileno(), *span) for span in spans)
+                start = np.cumsum(size) - size
+        if len(content) < (start + size).max():  # cut short: reading the lines one by one says so
+            return Lines.none(len(records))
+        return Lines(content, start, start + size)
+
     def parts(
         self, records: list[int], spans: list[tuple[int, int]], *, min_bytes: int = 0
     ) -> list[TextPart | None]:
@@ -231,11 +268,11 @@ class JsonLines(Records):
         return self._longest_bytes
 
     def _marks(self, file: int, record: int, start: int, end: int) -> Marks | None:
-        if (marks := _MARK_CACHE.get(self._key, record)) is None:
+        if (marks := _KEPT_MARKS.get((self._key, record))) is None:
             start += len(BOM) if _content(file, start, start + len(BOM)) == BOM else 0
             marks = marks_of(lambda first, last: _content(file, first, last), start, end, self._text_of)
             marks = NO_MARKS if marks is None else marks
-            _MARK_CACHE.add(self._key, record, marks)
+            _KEPT_MARKS.add((self._key, record), marks, marks.size_bytes)
         return None if marks is NO_MARKS else marks
 
     def _text_of(self, record: dict[str, Any]) -> Any:
@@ -249,12 +286,17 @@ class JsonLines(Records):
             return f"{self._file.label}, line {file.read(start).count(b'\n') + 1}"
 
 
+def _lie_close(first: int, last: int, wanted_bytes: int) -> bool:
+    """True if all from byte `first` to `last` should be read at once, of which `wanted_bytes` are wanted."""
+    return last - first <= _MOST_READ_IN_VAIN * wanted_bytes
+
+
 def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
     """Yields the bytes from start to end of each row; reads rows that lie close together at once."""
     if not rows:
         return
     first, last = min(start for start, _ in rows), max(end for _, end in rows)
-    if last - first > _MOST_READ_IN_VAIN * sum(end - start for start, end in rows):
+    if not _lie_close(first, last, sum(end - start for start, end in rows)):
         for start, end in rows:
             yield _content(file, start, end)
         return

@@ -136,12 +136,12 @@ def fused(
 class _Tile:
     """One tile of a job, as a block reads it from the job table."""
 
-    turn: Any
-    piece: Any
-    peer: Any
-    slot: Any
+    turn: Any  # number of the job in the rank's stream
+    piece: Any  # block of rows of the schedule
+    peer: Any  # rank that gets the sum; OWN if it stays here
+    slot: Any  # of the peer's inbox
     row: Any  # within the piece, in tiles
-    column: Any
+    column: Any  # in tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,15 +250,18 @@ class _Kernel(Call):
                         arrived_tiles, (jobs[rank, tile.turn, 4 + j], tile.row, tile.column), WARPGROUPS
                     )
 
-        def store(tile: _Tile, piece: tuple[Any, Any], smem: Any) -> None:
+        # `corner`: first row and column of what a warpgroup writes at once, in elements within the tile.
+        def store(tile: _Tile, corner: tuple[Any, Any], smem: Any) -> None:
             def keep() -> None:
+                """Writes into this rank's result."""
                 row = self.row(tile.piece, tile.row) if self.gathers else self.own_row(tile.piece, tile.row)
-                plgpu.copy_smem_to_gmem(smem, out.at[wgmma_tile.piece_of((row, tile.column), piece, tiles)])
+                plgpu.copy_smem_to_gmem(smem, out.at[wgmma_tile.piece_of((row, tile.column), corner, tiles)])
 
             def give() -> None:
-                # A slot has room for one piece: its rows of tiles follow those of the slots before.
+                """Writes a partial sum into the inbox of the rank `tile.peer`, at the slot `tile.slot`."""
+                # In rows of tiles: a slot has room for one piece of the schedule, `sizes.rows` of them.
                 target_slices = wgmma_tile.piece_of(
-                    (tile.slot * sizes.rows + tile.row, tile.column), piece, tiles
+                    (tile.slot * sizes.rows + tile.row, tile.column), corner, tiles
                 )
 
                 def copy(ref: Any) -> None:
@@ -272,11 +275,11 @@ class _Kernel(Call):
                 when(tile.peer == OWN, keep, give)
 
         def body(in_smem: Any = None, in_barrier: Any = None, **smem: Any) -> None:
-            def add(tile: _Tile, piece: tuple[Any, Any], sums: Any) -> Any:
+            def add(tile: _Tile, corner: tuple[Any, Any], sums: Any) -> Any:
                 def add_slot(j: Any, sums: Any) -> Any:
                     # Same layout as in `give`, seen from the receiver.
                     first = jobs[rank, tile.turn, 4 + j] * sizes.rows + tile.row
-                    rows, columns = wgmma_tile.piece_of((first, tile.column), piece, tiles)
+                    rows, columns = wgmma_tile.piece_of((first, tile.column), corner, tiles)
                     plgpu.commit_smem()  # all threads have read the previous contents
                     plgpu.copy_gmem_to_smem(inbox_mine.at[rows, columns], in_smem.at[wg], in_barrier.at[wg])
                     plgpu.barrier_wait(in_barrier.at[wg])

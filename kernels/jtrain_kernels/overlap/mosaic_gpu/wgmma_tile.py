@@ -69,9 +69,10 @@ class TileSteps:
 
     tile: i -> this block's i-th tile.
     load: (tile, step of k, a_smem, b_smem, barrier) starts both copies; runs in the loading warpgroup.
-    ready: (tile) waits until the tile's operands may be loaded; runs in the loading warpgroup.
+    wait_operands: (tile) waits until the tile's operands may be loaded; runs in the loading warpgroup.
     add: (tile, piece, sums) -> sums: adds to float32 sums before they are rounded.
-    store: (tile, piece, smem) starts writing a piece. A piece is (first row, first column) within the tile.
+    store: (tile, piece, smem) starts writing a piece. A piece is (first row, first column) within the tile,
+      in elements.
     before_store: (i, tile) runs when a tile's sums are complete, before its first piece is stored.
     """
 
@@ -98,7 +99,7 @@ def multiply(
     """Loads, multiplies and writes this block's tiles, one after another; called by all its warpgroups.
 
     Args:
-      do: callbacks that load and store.
+      callbacks: what to load, where to store.
       num_tiles: number of tiles of this block.
       steps: stages of a tile: the contracted size over tile_k.
       config: the tiling.
@@ -264,6 +265,11 @@ def load_b(b_ref: Any, column: Any, step: Any, config: TileConfig, b_smem: Any, 
 
 
 def piece_of(tile: Any, piece: tuple[Any, Any], config: TileConfig) -> tuple[Any, Any]:
-    """Slices of the result that a piece of the tile `at` (row, column) covers."""
+    """Slices, in elements, of the `out_rows` x `out_columns` that a warpgroup writes at once.
+
+    Args:
+      tile: row and column of the tile in the result, in tiles.
+      piece: first row and column within the tile, in elements.
+    """
     rows = pl.ds(tile[0] * config.tile_m + piece[0], config.out_rows)
     return rows, pl.ds(tile[1] * config.tile_n + piece[1], config.out_columns)
