@@ -304,7 +304,8 @@ def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any
     try:
         entries = retried(look_up, asking, passes=lambda error: isinstance(error, socket.gaierror))
     except socket.gaierror as error:
-        raise AwayError(
+        # Who did not wait asks for its own name: that is the user's to mend, and no server's to learn.
+        raise (AwayError if wait_s else UserError)(
             f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
             f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
         ) from error
