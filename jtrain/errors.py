@@ -1,12 +1,12 @@
-"""Errors that end a run with a code of their own: `UserError` (2, the user can fix it) and `HardwareFault`
-(76).
+"""Errors that end a run with a code of their own: `UserError` (2, the user can fix it), `AwayError` (77, what
+it needs is away now) and `HardwareFault` (76).
 """
 
 from collections.abc import Sequence
 
-from jtrain_kernels.errors import FileError, UserError, did_you_mean
+from jtrain_kernels.errors import AwayError, FileError, UserError, did_you_mean
 
-__all__ = ["FileError", "HardwareFault", "UserError", "did_you_mean", "first_few"]
+__all__ = ["AwayError", "FileError", "HardwareFault", "UserError", "did_you_mean", "first_few"]
 
 
 class HardwareFault(Exception):

@@ -177,7 +177,11 @@ def seal(
     """
     # Side files before the manifest: it holds their hashes too.
     for name, text in ((DATA, data), (CONFIG, config)):
-        (path / name).write_bytes(text.encode())
+        if in_store(path):
+            (path / name).write_bytes(text.encode())
+        else:
+            # For the owner alone, as the workdir's: the config may hold a secret that nothing marks as one.
+            atomic_io.write_whole(path / name, text, durable=False, mode=0o600 if name == CONFIG else 0o666)
     digests = hashes | {name: folders.hash_of(path / name) for name in (DATA, CONFIG)}
     sizes = folders.sizes(path)
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, override
 
-from jtrain.errors import HardwareFault, UserError, did_you_mean
+from jtrain.errors import AwayError, HardwareFault, UserError, did_you_mean
 from jtrain.runtime import exit_codes
+from jtrain.runtime.atomic_io import is_away
 from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.secrets import without_secrets
 
@@ -35,7 +36,8 @@ def run(main: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
     A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a
-    `HardwareFault` 76. Every other exception is a bug and keeps its traceback.
+    `HardwareFault` 76, an `AwayError` or an OSError of a full disk or a silent server 77. Every other
+    exception is a bug and keeps its traceback.
     """
     # First of all: errors of the command itself must reach a closed pipe, too.
     keep_going_without_readers()
@@ -48,7 +50,11 @@ def run(main: Callable[[], int]) -> int:
         if isinstance(error, OSError) and not isinstance(error, UserError) and error.filename is None:
             raise
         print(f"error: {without_secrets(str(error))}", file=sys.stderr)
-        return exit_codes.FAULTY_HARDWARE if isinstance(error, HardwareFault) else exit_codes.REFUSED
+        if isinstance(error, HardwareFault):
+            return exit_codes.FAULTY_HARDWARE
+        if isinstance(error, AwayError) or (not isinstance(error, UserError) and is_away(error)):
+            return exit_codes.AWAY
+        return exit_codes.REFUSED
 
 
 class Parser(argparse.ArgumentParser):

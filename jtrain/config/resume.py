@@ -31,6 +31,7 @@ With `data`, the weights go on, and the data begins anew if its state does not f
 chunk of its order. Fields of the optimizer that decide which arrays its state has are not among them."""
 
 MAY_CHANGE_ON_RESUME = {
+    "deterministic": "changes the order of sums, not what is summed",
     "mesh.": "the layout does not change the losses",
     "layout.": "the layout does not change the losses",
     "pipeline.": "the layout does not change the losses",

@@ -31,6 +31,7 @@ from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
 from jtrain.step.pipeline_ticks import counts_of
+from jtrain.step.xla_options import Deterministic
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
@@ -72,6 +73,8 @@ class Run:
     """One training run: `num_steps` updates of the weights drawn from `seed`.
 
     num_steps: length of the run, and of the learning-rate schedule.
+    deterministic: `on` has XLA give every sum on GPUs one order, so that steps repeat bit for bit; `off` lets
+      them add in any order; `auto` leaves XLA's default, or what XLA_FLAGS says.
     kernels: implementations of ops that replace the registry's choice: (("attention", "cudnn"),).
     callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or
       `path/to/file.py:name`.
@@ -79,6 +82,7 @@ class Run:
 
     seed: int
     num_steps: int
+    deterministic: Deterministic = "auto"
     mesh: MeshSpec
     layout: LayoutSpec
     pipeline: PipelineSpec = dataclasses.field(default_factory=PipelineSpec)
@@ -100,6 +104,8 @@ class Run:
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise UserError(f"num_steps={self.num_steps} must be at least 1.")
+        if self.deterministic not in ("auto", "on", "off"):
+            raise UserError(f"deterministic={self.deterministic!r} must be auto, on or off.")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must be in [0, 2**32).")
         if len(dict(self.kernels)) < len(self.kernels):

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jtrain.errors import FileError
+from jtrain.errors import AwayError, FileError
 
 _SYNCS = 8
 
@@ -63,11 +63,29 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True, mode:
 
 
 def cannot_write(workdir: Path, error: OSError) -> FileError:
-    """Returns the message for a workdir that cannot be written to."""
-    return FileError(
+    """Returns the message for a workdir that cannot be written to; an AwayError where it may come back."""
+    return (AwayError if is_away(error) else FileError)(
         f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to "
         "a folder on another disk."
     )
+
+
+def is_away(error: OSError) -> bool:
+    """True if a disk is full, or a server of files or of a name does not answer: not for the user to mend."""
+    return error.errno in _AWAY or isinstance(error, ConnectionError | TimeoutError)
+
+
+_AWAY = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+}
 
 
 def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:

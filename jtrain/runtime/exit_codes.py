@@ -10,13 +10,34 @@ FAULTY_HARDWARE = 76
 """A device or host that the message names computes wrongly or hangs: the same command goes on, on another
 host."""
 
+AWAY = 77
+"""A disk is full, or a store, file system or coordinator does not answer: the same command goes on once it is
+back. Supervisors and clusters try again."""
+
 MEANINGS = {
     DONE: "done",
     REFUSED: "an error that you can fix, as printed",
     STOPPED: "stopped, with a checkpoint",
     FAULTY_HARDWARE: "a device or host computes wrongly or hangs, as named",
+    AWAY: "what the run needs is away now: a full disk, a store or process 0 that does not answer",
     BUG: "a bug",
 }
+
+_BY_CLUSTERS = {
+    DONE: "end",
+    REFUSED: "end",
+    STOPPED: "start the same command again",
+    FAULTY_HARDWARE: "start again, where possible on other hosts",
+    AWAY: "start again; `--supervise` has tried for an hour before",
+    BUG: "end; a JobSet restarts all pods, up to `maxRestarts`",
+}
+"""What the kits in `launch/` do."""
+
+
+def table() -> str:
+    """Returns the table of docs/clusters.md."""
+    rows = [f"| {code} | {meaning} | {_BY_CLUSTERS[code]} |" for code, meaning in MEANINGS.items()]
+    return "\n".join(["| exit code | meaning | what the kits do |", "|---|---|---|", *rows])
 
 
 def line(*codes: int) -> str:

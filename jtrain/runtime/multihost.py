@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.errors import UserError
+from jtrain.errors import AwayError, UserError
 from jtrain.runtime.accelerators import local_device_ids
 from jtrain.runtime.agreement import Agreement, DictCarrier, ServiceCarrier
 from jtrain.runtime.retry import Backoff, retried
@@ -183,6 +183,12 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
                 f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {shown_values}. Set both."
             )
         address, count, number = coordinator, int(values[0]), int(values[1])
+        # At once: process 0 would wait for one that cannot be among its own, and the others for process 0.
+        if not 0 <= number < count:
+            raise UserError(
+                f"JTRAIN_PROCESS_ID={number} of JTRAIN_NUM_PROCESSES={count} must be from 0 to {count - 1}. "
+                "Set JTRAIN_PROCESS_ID to the number of this process, or JTRAIN_NUM_PROCESSES to that of all."
+            )
     bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     addresses = _coordinator_addresses(address, wait_s=NAME_S if number > 0 else 0.0)
     # The others wait until process 0 listens; process 0 checks that it can, and names the port if not.
@@ -213,7 +219,7 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
             coordinator_bind_address=bind,
         )
     except RuntimeError as error:
-        raise UserError(
+        raise AwayError(
             f"JTRAIN_COORDINATOR={_coordinator_text(coordinator, address)}: process {number} of {count} "
             f"could not join within {JOIN_S} s. Check that all processes were started, each with the same "
             "number of processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program "
@@ -298,7 +304,8 @@ def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any
     try:
         entries = retried(look_up, asking, passes=lambda error: isinstance(error, socket.gaierror))
     except socket.gaierror as error:
-        raise UserError(
+        # Who did not wait asks for its own name: that is the user's to mend, and no server's to learn.
+        raise (AwayError if wait_s else UserError)(
             f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
             f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
         ) from error
@@ -350,7 +357,7 @@ def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]]
     try:
         retried(connect, asking, passes=lambda error: isinstance(error, OSError))
     except OSError as error:
-        raise UserError(
+        raise AwayError(
             f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({error}). Check "
             "that process 0 was started on that host, and that no firewall closes the port."
         ) from error

@@ -55,6 +55,15 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
         raise cannot_write(workdir, error) from error
 
 
+def add_to_run_json(workdir: Path, name: str, value: object) -> None:
+    """Adds a fact that is known only once the run has begun; on a full disk it is left out."""
+    file = workdir / "run.json"
+    # It only describes the run, and the first lines have said it: nothing reads it to go on.
+    with contextlib.suppress(OSError):
+        facts = json.loads(file.read_text()) | {name: value}
+        write_whole(file, json.dumps(facts, indent=1) + "\n", mode=0o600)
+
+
 @contextlib.contextmanager
 def full_disk_named(workdir: Path) -> Iterator[None]:
     """Raises FileError that names the workdir where a write fails because its disk is full or has become

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jtrain.errors import UserError, did_you_mean
+from jtrain.errors import AwayError, UserError, did_you_mean
+from jtrain.runtime.atomic_io import is_away
 
 EXTRAS = {"gs": ("gs", "gcsfs"), "s3": ("s3", "s3fs")}
 """Scheme of a URL -> extra of this package that installs its client, and the client's module."""
@@ -149,7 +150,18 @@ def store_errors(name: object) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{name} cannot be used ({error_line(error)}). {WAY_OUT}") from error
+        raise unusable(name, error) from error
+
+
+def unusable(name: object, error: Exception) -> UserError:
+    """Returns the error of a store; an AwayError where it does not answer, which no user can mend."""
+    text = error_line(error)
+    is_silent = (isinstance(error, OSError) and is_away(error)) or any(word in text for word in _SILENT)
+    return (AwayError if is_silent else UserError)(f"{name} cannot be used ({text}). {WAY_OUT}")
+
+
+_SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "onnection", "imeout", "timed out", "no answer in time")
+"""Words of clients' errors, which share no classes, where nobody answered."""
 
 
 WAY_OUT = (

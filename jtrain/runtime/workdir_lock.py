@@ -16,7 +16,7 @@ from jtrain.runtime.agreement import Agreement, FolderCarrier
 from jtrain.runtime.atomic_io import cannot_write
 from jtrain.runtime.lease import NOBODY, Lease, LeaseHeld, LeaseLost
 from jtrain.runtime.lease_stores import FolderStore, Holder, ObjectStore
-from jtrain.runtime.stores import WAY_OUT, error_line, in_store
+from jtrain.runtime.stores import WAY_OUT, error_line, in_store, unusable
 
 FOLDER = "lock"
 
@@ -72,7 +72,7 @@ class WorkdirLock:
                 refused = error
             except OSError as error:
                 refused = (
-                    UserError(f"--workdir {self._workdir} cannot be used ({error_line(error)}). {WAY_OUT}")
+                    unusable(f"--workdir {self._workdir}", error)
                     if in_store(self._workdir)
                     else cannot_write(self._workdir, error)
                 )

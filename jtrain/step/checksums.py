@@ -27,6 +27,11 @@ METRIC = "checksums"
 """Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it
 returned."""
 
+GRADIENT_BITS = "gradient_bits"
+"""Metric of a step: uint32 [devices], the sums of the gradients' words on every device. Two passes over one
+step from one state have equal sums if the program repeats bit for bit, also where the loss and the rounded
+norm hide a difference."""
+
 # A fold adds 16 equal parts as vectors; fewer than 4096 elements are summed directly.
 _FOLD, _SMALL = 16, 4096
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -44,18 +49,21 @@ class StateSums:
 
     Args:
       abstract: abstract state, whose shardings decide which part each device sums.
+      grad_specs: partition of each gradient, None for those in host memory.
     """
 
-    def __init__(self, abstract: Any, mesh: Mesh) -> None:
+    def __init__(self, abstract: Any, mesh: Mesh, grad_specs: Sequence[P | None]) -> None:
         self._mesh = mesh
+        self._grad_specs = grad_specs
         leaves = jax.tree.leaves(abstract)
         self._summed = [leaf.sharding.memory_kind != "pinned_host" for leaf in leaves]
         self._specs = [
             leaf.sharding.spec for leaf, is_summed in zip(leaves, self._summed, strict=True) if is_summed
         ]
 
-    def sum_before_update(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
-        """Sums the state that the update is about to overwrite; returns state, gradients and sums.
+    def sum_before_update(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays_1"]]:
+        """Sums the state that the update is about to overwrite, and in the last column all gradients; returns
+        state, gradients and sums.
 
         The update must use the returned state and gradients. The sums wait for the gradients, so that they
         see what happened to the state during the forward and backward pass, and the update waits for the
@@ -64,7 +72,12 @@ class StateSums:
         """
         device_leaves, grads = jax.lax.optimization_barrier((self._device_leaves(state), grads))
         # The second barrier orders the update after the sums; the first one the sums after the gradients.
-        sums, device_leaves = jax.lax.optimization_barrier((self._sums_of(device_leaves), device_leaves))
+        sums, device_leaves = jax.lax.optimization_barrier(
+            (
+                jnp.concatenate([self._sums_of(device_leaves, self._specs), self._grad_bits(grads)], axis=1),
+                device_leaves,
+            )
+        )
         leaves, tree = jax.tree.flatten(state)
         device_iter = iter(device_leaves)
         merged = [
@@ -73,7 +86,8 @@ class StateSums:
         return jax.tree.unflatten(tree, merged), grads, sums
 
     def metric(self, sums_before: Any, state: Any) -> dict[str, Array]:
-        """Sums the state that the step returns; gives every process `METRIC`, the sums of all devices.
+        """Sums the state that the step returns; gives every process `METRIC` and `GRADIENT_BITS` of all
+        devices.
 
         Args:
           sums_before: the sums from `sum_before_update`.
@@ -81,27 +95,44 @@ class StateSums:
         axes = tuple(axis for axis in AXES if self._mesh.shape[axis] > 1)
 
         def gather_sums(sums_before: Array, returned: Array) -> Array:
-            stacked_sums = jnp.stack([sums_before, returned], axis=1)
+            # The gradients' column fills a place of the returned state too, so that one message carries all.
+            stacked_sums = jnp.stack([sums_before, jnp.pad(returned, ((0, 0), (0, 1)))], axis=1)
             return jax.lax.all_gather(stacked_sums, axes, axis=0, tiled=True) if axes else stacked_sums
 
         gather_all = jax.shard_map(
             gather_sums, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False
         )
-        return {METRIC: gather_all(sums_before, self._sums_of(self._device_leaves(state)))}
+        sums = gather_all(sums_before, self._sums_of(self._device_leaves(state), self._specs))
+        return {METRIC: sums[:, :, :-1], GRADIENT_BITS: sums[:, 0, -1]}
+
+    def _grad_bits(self, grads: Any) -> UInt32[Array, "devices 1"]:
+        """Sum over all gradients in device memory: words wrap around, so one sum serves them all."""
+        summed = [
+            (grad, spec)
+            for grad, spec in zip(jax.tree.leaves(grads), self._grad_specs, strict=True)
+            if spec is not None
+        ]
+        sums = self._sums_of([grad for grad, _ in summed], [spec for _, spec in summed])
+        return jnp.sum(sums, axis=1, keepdims=True, dtype=jnp.uint32)
 
     def _device_leaves(self, state: Any) -> list[Array]:
         return [leaf for leaf, summed in zip(jax.tree.leaves(state), self._summed, strict=True) if summed]
 
-    def _sums_of(self, leaves: list[Array]) -> UInt32[Array, "devices arrays"]:
+    def _sums_of(self, leaves: list[Array], specs: list[P]) -> UInt32[Array, "devices arrays"]:
         # Both give the same bits: addition modulo 2^32 may be regrouped.
         sum_words = _folded_sum if self._mesh.devices.flat[0].platform == "cpu" else sum_of_bits
 
         def local_sums(leaves: list[Array]) -> UInt32[Array, "1 arrays"]:
             with jax.named_scope("checksums"):
-                return jnp.stack([sum_words(x) for x in leaves])[None]
+                # Without an array, as where all gradients are in host memory, there is no sum.
+                return (
+                    jnp.stack([sum_words(x) for x in leaves])[None]
+                    if leaves
+                    else jnp.zeros((1, 0), jnp.uint32)
+                )
 
         sharded_sums: Callable[[list[Array]], Array] = jax.shard_map(
-            local_sums, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(AXES), check_vma=False
+            local_sums, mesh=self._mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False
         )
         return sharded_sums(leaves)
 

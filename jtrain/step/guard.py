@@ -2,7 +2,7 @@
 
 Numbers are bad if the loss or the gradient norm is not finite, or is far above its values of the last steps:
 
-    bound = median + sigmas * max(1.4826 * MAD, floor * median)
+    bound = median + sigmas * max(1.4826 * MAD, floor * max(median, LEAST_MEDIAN))
 
 MAD is the median absolute deviation from the median; 1.4826 MAD estimates the standard deviation of a normal
 distribution, and a few outliers do not move either. Only values above the bound are bad: a loss that falls is
@@ -38,6 +38,11 @@ FLOORS = (0.02, 1.5)
 small MAD, and its ordinary noise would exceed any multiple. Gradient norms are skewed far upwards: median
 and MAD alone flag 6 of 852 steps of a healthy run of `tiny`, up to 4.3 medians above the median, 28
 deviations (bench/NOTES.md). Clipping handles those; 10 times the median is bad."""
+
+LEAST_MEDIAN = (1.0, 0.0)
+"""Medians below which the floors of loss, in nats, and gradient norm do not fall. Losses of memorised text lie
+near 0.002, and an ordinary batch of it at 0.047: shares of such a median flag good updates. Gradients scale
+with the loss there, so the spread of the norm is at least the same share of its median as that of the loss."""
 
 LEFT_OUT = 32
 """Steps whose batch can be left out ahead of time."""
@@ -149,7 +154,12 @@ def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[A
     value_2W = jnp.where(is_recent[None], guard.history, jnp.nan)
     middle = _median(value_2W)
     spread = 1.4826 * _median(jnp.abs(value_2W - middle[:, None]))
-    bound = middle + sigmas * jnp.maximum(spread, jnp.asarray(FLOORS, jnp.float32) * middle)
+    floors, least = (jnp.asarray(pair, jnp.float32) for pair in (FLOORS, LEAST_MEDIAN))
+    spread = jnp.maximum(spread, floors * jnp.maximum(middle, least))
+    # A loss near 0 that is ten times as large has a gradient about ten times as large.
+    loss_share = spread[0] / jnp.maximum(middle[0], jnp.finfo(jnp.float32).tiny ** 0.5)
+    spread = spread.at[1].max(loss_share * middle[1])
+    bound = middle + sigmas * spread
     return jnp.where(jnp.sum(jnp.isfinite(value_2W), axis=1) >= MIN_HISTORY, bound, jnp.inf)
 
 

@@ -36,7 +36,7 @@ from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_weights import pipeline_placement
 from jtrain.step.torus_collectives import along_torus
 from jtrain.step.train_step import BATCH_SPEC, microbatches
-from jtrain.step.xla_options import compiler_options, kernels_for
+from jtrain.step.xla_options import Deterministic, compiler_options, kernels_for
 from jtrain.step.zero import (
     attach_values,
     exchange_heads,
@@ -98,6 +98,32 @@ def suspects(
     return np.flatnonzero(num_differences == num_differences.max()).tolist() if num_differences.any() else []
 
 
+def without_noise(
+    own: UInt32[np.ndarray, "devices words"],
+    moved: UInt32[np.ndarray, "devices words"],
+    mesh: Mesh,
+    *,
+    bound: float,
+) -> UInt32[np.ndarray, "devices words"]:
+    """Returns `moved` with the words of `own` where they differ by noise: bits of this program do not repeat.
+
+    The words of the losses are the bits of float32 numbers, so those have a distance; the gradient's word is
+    a sum of bits and has none, so it is not compared.
+
+    Args:
+      bound: largest difference of two losses that is noise, as a share of the larger one.
+    """
+    neighbour = neighbours(mesh)
+    own_loss, moved_loss = own.view(np.float32), moved[neighbour].view(np.float32)
+    with np.errstate(invalid="ignore"):
+        # NaN and infinity are near nothing but the same bits.
+        is_noise = np.abs(own_loss - moved_loss) <= bound * np.maximum(np.abs(own_loss), np.abs(moved_loss))
+    is_noise[:, WORDS.index("gradient")] = True
+    adjusted = moved.copy()
+    adjusted[neighbour] = np.where(is_noise, own, moved[neighbour])
+    return adjusted
+
+
 def make_roll(mesh: Mesh) -> Callable[[Batch], Batch]:
     """Returns the jitted function that moves each device's sequences to its neighbour."""
     axis = roll_axis(mesh)
@@ -116,7 +142,7 @@ def make_roll(mesh: Mesh) -> Callable[[Batch], Batch]:
 
 
 def make_signature(
-    model: Transformer, layout: Layout, mesh: Mesh
+    model: Transformer, layout: Layout, mesh: Mesh, *, deterministic: Deterministic = "auto"
 ) -> Callable[[Params, dict[str, Any], Batch], UInt32[Array, "devices words"]]:
     """Returns the jitted `signature(params, scaling, batch)` of each device's first microbatch.
 
@@ -143,7 +169,9 @@ def make_signature(
             return sharded_signature(params, scaling, batch)
 
     precision, groups = layout.precision, layout.spec.sequence_groups
-    options = compiler_options(mesh, precision.matmul_dtype, layout.kernels, groups)
+    options = compiler_options(
+        mesh, precision.matmul_dtype, layout.kernels, groups, deterministic=deterministic
+    )
     return jax.jit(signature, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 

@@ -42,7 +42,7 @@ from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.torus_collectives import along_torus
-from jtrain.step.xla_options import compiler_options, kernels_for
+from jtrain.step.xla_options import Deterministic, compiler_options, kernels_for
 from jtrain.step.zero import (
     attach_values,
     exchange_heads,
@@ -68,6 +68,7 @@ def make_train_step(
     sigmas: float | None = 6.0,
     traced: bool = False,
     checksums: bool = False,
+    deterministic: Deterministic = "auto",
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
@@ -79,8 +80,9 @@ def make_train_step(
     Args:
       sigmas: `GuardSpec.sigmas`.
       traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
-      checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every
-        device.
+      checksums: the step also returns the metrics `checksums.METRIC` and `GRADIENT_BITS`, the sums of the
+        bits of state and gradients on every device.
+      deterministic: as in `compiler_options`.
 
     Raises:
       UserError: these devices do not support precision.matmul_dtype; or as `counts_of`.
@@ -102,7 +104,11 @@ def make_train_step(
 
     update = make_update(optimizer, layout, mesh)
     abstract = abstract_state(layout, optimizer, mesh)
-    state_sums = StateSums(abstract, mesh) if checksums else None
+    grad_specs = [
+        None if p.gradient_memory == "pinned_host" else p.optimizer
+        for p in jax.tree.leaves(param_tree(layout, lambda p: p))
+    ]
+    state_sums = StateSums(abstract, mesh, grad_specs) if checksums else None
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         # Inside the jitted function: ops choose their kernels while they are traced.
@@ -154,6 +160,7 @@ def make_train_step(
             layout.kernels,
             layout.spec.sequence_groups,
             traced=traced,
+            deterministic=deterministic,
             offloaded=[name for name in OFFLOADABLE if layout.spec.offload.share(name) > 0],
             plain_tensor=layout.mesh.tensor > 1
             and layout.spec.sequence_groups == 1

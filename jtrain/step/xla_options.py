@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -63,6 +63,9 @@ _FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 under way by default and waits for one before it starts the third: a third of the bytes of four names' fetches
 were beside no matmul, and are now. Sums of a layer's seven matrices are seven copies there and seven back."""
 
+type Deterministic = Literal["auto", "on", "off"]
+"""`deterministic` of a run: XLA's order of sums on GPUs; `auto` leaves XLA's default, or XLA_FLAGS."""
+
 _FETCHED_AHEAD = {"xla_tpu_pipeline_memory_host_transfers": False}
 """Option for TPUs that fetch activations from host memory. The loop over layers fetches one layer ahead by
 itself. XLA:TPU would turn it round once more: it computes a layer outside the loop, and for that layer copies
@@ -87,17 +90,21 @@ def compiler_options(
     sequence_groups: int = 1,
     *,
     traced: bool = False,
+    deterministic: Deterministic = "auto",
     offloaded: Collection[str] = (),
     plain_tensor: bool = False,
 ) -> dict[str, Any]:
     """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and in the cases above.
 
-    The options change which instructions overlap, never the results.
+    The options change which instructions overlap, never the results; `deterministic` alone changes the order
+    of sums.
 
     Args:
       kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may
         run.
       traced: the step is for a profile window.
+      deterministic: on a GPU, `on` gives every sum one order, so that a step repeats bit for bit; without it
+        scatters, such as the embedding's gradient, add in the order in which their threads come.
       offloaded: fields of `layout.offload` that keep something in host memory.
       plain_tensor: layers send over `tensor`, neither in pieces nor in groups of sequences.
     """
@@ -120,6 +127,7 @@ def compiler_options(
             | fp8_options
             | copy_order_options
             | (_LAUNCH_EACH if traced else {})
+            | ({} if deterministic == "auto" else {"xla_gpu_deterministic_ops": deterministic == "on"})
             | kernel_options
         )
     # The options below are XLA:TPU's.

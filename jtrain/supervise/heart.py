@@ -8,6 +8,7 @@ but no progress). Standard library only, because the heart starts before jax is 
 import atexit
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import os
@@ -33,6 +34,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 END_S = 30.0
 """How long the end of a process waits for the heart's thread, which may be reading a compiled program."""
 BEAT_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 type HeartPhase = Literal[
     "start-up", "joining", "setup", "restore", "compile", "step", "dispatch", "device_wait", "data_wait",
@@ -214,4 +216,7 @@ def start_heart(environ: MutableMapping[str, str]) -> Heart | None:
     beats, stacks = (int(number) for number in numbers.split(","))
     for number in (beats, stacks):
         os.set_inheritable(number, False)  # the beats' end of file must mean that this process has ended
+    # If the supervisor dies, the kernel continues this process: stopped, it would not notice the closed pipe.
+    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     return Heart(beats, stacks)

@@ -11,6 +11,9 @@ NEVER_RESTARTED = (exit_codes.DONE, exit_codes.REFUSED, exit_codes.STOPPED, exit
 
 LONGEST_BACKOFF_S = 60.0
 
+AWAY_S = 3600.0
+"""Time for which exit code 77 is tried again: a full disk, a store or a coordinator may be back."""
+
 
 class Restarts:
     """Counts failures in a row; an attempt from a later checkpoint than all before resets the count."""
@@ -19,12 +22,27 @@ class Restarts:
         self.failures = 0
         # Below 0, because a run that starts at step 0 makes progress as well.
         self._newest_step = -1
+        self._away_failures = 0
+        self._away_since_s = 0.0
 
     def note_start(self, start_step: int) -> None:
         """Notes the step that an attempt resumed from."""
         if start_step > self._newest_step:
             self._newest_step = start_step
-            self.failures = 0
+            self.failures = self._away_failures = 0
+
+    def away_pause_s(self, spec: SuperviseSpec, *, now_s: float) -> float | None:
+        """Returns the pause before the next attempt after exit code 77, or None once an hour has passed.
+
+        These count as no failures: nothing of the run has failed.
+        """
+        if not self._away_failures:
+            self._away_since_s = now_s
+        self._away_failures += 1
+        if now_s - self._away_since_s > AWAY_S:
+            return None
+        backoff = Backoff(spec.backoff_s or 1.0, factor=2.0, longest_s=LONGEST_BACKOFF_S)
+        return backoff.wait_s(self._away_failures)
 
     def pause_s(self, spec: SuperviseSpec) -> float | None:
         """Counts a failure; returns the pause before the next attempt, or None to give up.

@@ -15,7 +15,7 @@ from jtrain.runtime import exit_codes
 from jtrain.runtime.signals import stop_signals
 from jtrain.supervise.child import WatchedProcess
 from jtrain.supervise.hosts import Hosts
-from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, describe_exit, shell_code
+from jtrain.supervise.restarts import AWAY_S, NEVER_RESTARTED, Restarts, describe_exit, shell_code
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.supervise.start_processes import start_processes
 from jtrain.supervise.verdict import Hang, find_hang
@@ -145,17 +145,28 @@ class Supervisor:
                 )
             return failure.code
         # Counts this failure; resumed steps reset the count in `_note_progress`.
-        pause_s = self._restarts.pause_s(self._limits)
+        is_away = failure.code == exit_codes.AWAY
+        pause_s = (
+            self._restarts.away_pause_s(self._limits, now_s=time.monotonic())
+            if is_away
+            else self._restarts.pause_s(self._limits)
+        )
         if pause_s is None:
             self._announce(failure, final=failure.code)
             say(
-                f"given up after {self._restarts.failures - 1} restarts without a new checkpoint "
+                f"given up: what the run needs was away for {AWAY_S:g} s; exit code {failure.code}"
+                if is_away
+                else f"given up after {self._restarts.failures - 1} restarts without a new checkpoint "
                 f"(supervise.max_restarts={self._limits.max_restarts}); exit code {failure.code}"
             )
             return failure.code
         self._announce(failure, final=None)
         pause_text = f"in {pause_s:g} s" if pause_s else "at once"
-        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {pause_text}")
+        say(
+            f"what the run needs is away (exit code {failure.code}): trying again {pause_text}"
+            if is_away
+            else f"restart {self._restarts.failures} of {self._limits.max_restarts} {pause_text}"
+        )
         # The probe's file is touched during the pause, too.
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s and not self._signals:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import write_whole
 
 KEPT_BYTES = 16 << 20
@@ -157,6 +158,20 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def check_is_file(path: Path) -> None:
+    """Refuses what a run would read or append to if it is a folder or a pipe, which would block for ever.
+
+    Raises:
+      FileError: it is no regular file; says what it is.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "no regular file"
+        raise FileError(
+            f"{path} is {kind}, but a run keeps its records in a file of that name. Move it away; the same "
+            "command then makes a new one."
+        )
+
+
 def keep_lines(path: Path, judge_line: Callable[[dict[str, Any]], bool | None]) -> int:
     """Rewrites a file of JSON lines; returns the number of bad ones, now in `<name>.damaged` beside it.
 
@@ -167,6 +182,7 @@ def keep_lines(path: Path, judge_line: Callable[[dict[str, Any]], bool | None]) 
     """
     if not path.exists():
         return 0
+    check_is_file(path)
     content = path.read_bytes()
     kept_lines, bad_lines = [], []
     for line in content.splitlines(keepends=True):

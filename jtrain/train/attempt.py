@@ -107,7 +107,8 @@ def train(
         checkpoints.lock = lock
         for watcher in watchers:
             if isinstance(watcher, StoreMirror):
-                watcher.lock = lock
+                # Before anything of the workdir is read: another run may have gone on since it was fetched.
+                watcher.hold(lock, takes=1 + from_scratch, moved=bool(history_lines))
         # Again, under the lock: the folder may have been empty before, and another run may have begun in it.
         check_same_run(workdir, config_text, allow=allow_change)
         if jax.process_index() == 0:
@@ -129,6 +130,7 @@ def train(
                 sigmas=run.guard.sigmas,
                 traced=run.profile.steps is not None,
                 checksums=run.integrity.checksums,
+                deterministic=run.deterministic,
             )
             attempt = Attempt(
                 context=RunContext(

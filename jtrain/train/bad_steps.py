@@ -4,9 +4,10 @@
                 guard.on_bad=skip has no other consequence
     went back   to the last good checkpoint, in this process; the same steps run again with the same batches
                 (replay)
-    repeats     the replay gave the same bits: the data or the arithmetic is bad. Those batches are left out
-                for good
-    differs     the replay gave other bits: a device computes wrongly, and the process ends with
+    repeats     the replay gave the same bits, or the same but for noise if the first step, run twice, has
+                shown that bits do not repeat (`noise_floor.py`): the data or the arithmetic is bad. Those
+                batches are left out for good
+    differs     the replay gave other numbers than that: a device computes wrongly, and the process ends with
                 `HardwareFault`
 
 Every entry is a line of `bad_steps.jsonl` in the workdir. The batches to leave out are read from it at each
@@ -15,6 +16,7 @@ them finds the same bad steps again. All processes see the same numbers, and dec
 """
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,7 @@ from jtrain.step.guard import LEFT_OUT, NAMES, WINDOW, GuardSpec, StepNumbers
 from jtrain.telemetry.append_file import AppendFile
 from jtrain.telemetry.metrics import encode
 from jtrain.train.bad_steps_file import FILE, read_decisions
+from jtrain.train.noise_floor import NoiseFloor, finite_alike
 
 CALM_STEPS = 16
 """Steps after a bad one in which no checkpoint is deleted."""
@@ -87,8 +90,21 @@ class BadSteps:
         self._records: dict[int, StepNumbers] = {}
         self._bad: set[int] = set()  # steps of this attempt, without those that a replay has settled
         self._until: int | None = None
-        self._origin = 0
+        self._origin, self.noise = 0, NoiseFloor()  # the noise is measured by the first step
         self.left_out, self.since, self._returns = read_decisions(self._file, say)
+
+    def begin(self, first: StepNumbers, second: StepNumbers, noise: NoiseFloor) -> None:
+        """Takes the two passes over the first step, which say what later replays may conclude.
+
+        Raises:
+          HardwareFault: only one of them was finite, which no order of sums explains.
+        """
+        self.noise = noise
+        # The first pass made no new state: that of the second is judged with the step itself.
+        without_state = dataclasses.replace(second, by_device=second.by_device * np.array([1, 0], np.float32))
+        if not finite_alike(first, without_state):
+            self._origin = second.step - 1
+            raise self._fault_error(first, second)
 
     def close(self) -> None:
         """Writes the entries that wait for room on the disk, or says that they are lost."""
@@ -128,7 +144,7 @@ class BadSteps:
         step = numbers.step
         first_numbers = self._records.get(step)
         # Before it is recorded: the first pass's numbers stay as the evidence.
-        if first_numbers is not None and not numbers.same_bits(first_numbers):
+        if first_numbers is not None and not self.noise.agree(first_numbers, numbers):
             raise self._fault_error(first_numbers, numbers)
         self._record(numbers)
         bad_names = numbers.bad
@@ -238,8 +254,8 @@ class BadSteps:
             f"step{'s' * (len(replayed_steps) > 1)} {first_few([str(step) for step in replayed_steps], 8)}"
         )
         self._say(
-            f"the replay of step {numbers.step} gave the same bits, so the data or the arithmetic is bad, "
-            f"not the hardware: the update{'s' * (len(replayed_steps) > 1)} of {steps} "
+            f"the replay of step {numbers.step} gave the same {self.noise.same_text}, so the data or the arithmetic "
+            f"is bad, not the hardware: the update{'s' * (len(replayed_steps) > 1)} of {steps} "
             f"stay{'s' * (len(replayed_steps) == 1)} left out."
         )
         if poisons:
@@ -277,7 +293,7 @@ class BadSteps:
             np.frombuffer(socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES), np.uint8)
         )
         differing = np.flatnonzero(
-            # As integers: NaN differs from NaN as a float.
+            # As integers: as a float NaN differs from NaN.
             (first_numbers.by_device.view(np.uint32) != second_numbers.by_device.view(np.uint32)).any(axis=1)
         )
         strange_devices = sorted({*first_numbers.strange_devices, *second_numbers.strange_devices})
@@ -308,8 +324,8 @@ class BadSteps:
         )
         return HardwareFault(
             f"step {second_numbers.step}, run twice from the checkpoint of step {self._origin} with the same "
-            f"batches, gave two results: first {first_text}; then {second_text}. Data and arithmetic repeat "
-            f"bit for bit, so a device or its memory failed. {place_text}. {aside}. Replace that host; the "
+            f"batches, gave two results: first {first_text}; then {second_text}. {self.noise.beyond_text}, so a "
+            f"device or its memory failed. {place_text}. {aside}. Replace that host; the "
             "same command goes on from the last checkpoint."
         )
 

@@ -10,13 +10,14 @@ disk.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT
-from jtrain.telemetry.append_file import WriteTrouble, damaged_text, keep_lines, parse_line
+from jtrain.telemetry.append_file import WriteTrouble, check_is_file, damaged_text, keep_lines, parse_line
 
 FILE = "bad_steps.jsonl"
 
@@ -28,13 +29,14 @@ def read_decisions(file: Path, say: Callable[[str], None]) -> tuple[tuple[int, .
     # One array for all decisions, so that one exchange carries them: since, LEFT_OUT steps, LEFT_OUT returns.
     encoded = np.zeros(2 * LEFT_OUT + 1, np.int32)
     if jax.process_index() == 0 and file.exists():
+        check_is_file(file)  # an OSError too, so before the `try`
         try:
-            if damaged := keep_lines(file, lambda entry: True if "action" in entry else None):
+            if damaged := keep_lines(file, lambda entry: True if _is_entry(entry) else None):
                 say(damaged_text(file, damaged))
         except OSError as error:  # a full disk: bad lines stay in the file for now
             WriteTrouble(file, say).report_failure(error, "its damaged lines are left out")
         parsed_lines = (parse_line(line) for line in file.read_bytes().splitlines())
-        entries = [entry for entry in parsed_lines if entry is not None and "action" in entry]
+        entries = [entry for entry in parsed_lines if entry is not None and _is_entry(entry)]
         repeats = [entry for entry in entries if entry["action"] == "repeats"]
         if repeats:
             # The last line holds all decisions so far; earlier ones need not be added up.
@@ -52,3 +54,18 @@ def read_decisions(file: Path, say: Callable[[str], None]) -> tuple[tuple[int, .
     # 0 fills the places that are free: step 0 has no update.
     left_out, returns = ([int(number) for number in half if number] for half in np.split(encoded[1:], 2))
     return tuple(left_out), int(encoded[0]), returns
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    """True if a line has all that a start reads of it."""
+
+    def are_steps(*values: object) -> bool:
+        # Not isinstance: True is an int in Python. The array of decisions has 32 bits.
+        return all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+    if not isinstance(entry.get("action"), str) or not are_steps(entry.get("step")):
+        return False
+    left_out = entry.get("left_out")
+    return entry["action"] != "repeats" or (
+        are_steps(entry.get("since")) and isinstance(left_out, list) and are_steps(*left_out)
+    )

@@ -23,6 +23,7 @@ from jtrain.data import Fed, Prefetch, share_batch
 from jtrain.data.inspect.step_contents import documents_of_batch
 from jtrain.errors import UserError
 from jtrain.runtime.multihost import agree, same_everywhere
+from jtrain.runtime.run_files import add_to_run_json
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.guard import StepNumbers
 from jtrain.step.state import TrainState
@@ -37,6 +38,7 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.integrity import IntegrityCheck
+from jtrain.train.noise_floor import measure, run_without_update
 from jtrain.train.restart_point import RestartPoint
 
 
@@ -104,6 +106,9 @@ class Loop:
         self.data_ended = False
         self._cadence = Cadence.of(attempt.context.run)
         self._unread: UnreadStep | None = None
+        # Metrics of the first pass over this attempt's first step, until the second is read.
+        self._first_pass: Any = None
+        self._has_run_twice = False
         self._data_before: Callable[[], dict[str, Any] | None] = lambda: None
 
     def run(self, state: TrainState, data_state: dict[str, Any] | None, stop: StopRequest) -> int:
@@ -181,8 +186,12 @@ class Loop:
         process.
         """
         batch = share_batch(fed.batch, self.attempt.context.mesh)
-        train_step = self.attempt.context.train_step
+        context = self.attempt.context
+        train_step = context.train_step
         with self.callbacks.during("dispatch", self.step, state, batch):
+            if not self._has_run_twice:
+                self._has_run_twice = True
+                state, self._first_pass = run_without_update(train_step, state, batch, context.mesh)
             state, metrics = train_step(state, batch)
         # While the devices compute this step, the host prepares a
         # save and reads the results of the previous step.
@@ -241,6 +250,8 @@ class Loop:
         step, values = unread.step, self._read(unread.metrics)
         # 32-bit words in hex.
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
+        if self._first_pass is not None:
+            self._measure_noise(step, values, hash_hex)
         self.attempt.integrity.check(step, values)
         is_complete = self.step == self._cadence.num_steps or self.data_ended
         self.attempt.bad_steps.check(
@@ -254,6 +265,17 @@ class Loop:
         )
         # After the checks, which may raise: then no callback sees the step.
         self.callbacks.on_results(StepResults(step, values, hash_hex, unread.batch))
+
+    def _measure_noise(self, step: int, values: Any, hash_hex: str) -> None:
+        """Compares both passes over the first step: replays and recomputations then know what is noise."""
+        first_values, self._first_pass = self._read(self._first_pass), None
+        context, noise = self.attempt.context, measure(first_values, values)
+        numbers = StepNumbers.of(step, values, hash_hex)
+        self.attempt.bad_steps.begin(StepNumbers.of(step, first_values, hash_hex), numbers, noise)
+        self.attempt.integrity.noise = noise
+        context.metrics.say(noise.line(step, platform=context.mesh.devices.flat[0].platform))
+        if jax.process_index() == 0:
+            add_to_run_json(context.workdir, "first_step_twice", {"step": step} | dataclasses.asdict(noise))
 
     def _with_decisions(self, state: TrainState) -> TrainState:
         bad_steps = self.attempt.bad_steps

@@ -83,11 +83,15 @@ class RestartPoint:
         steps = np.zeros(LEFT_OUT, np.int32)
         steps[: len(left_out)] = left_out
         guard = dataclasses.replace(
-            state.guard, left_out=self._replicate(steps), since=self._replicate(np.asarray(since, np.int32))
+            state.guard,
+            left_out=replicate(self.setup.mesh, steps),
+            since=replicate(self.setup.mesh, np.asarray(since, np.int32)),
         )
         return dataclasses.replace(state, guard=guard)
 
-    def _replicate(self, value: np.ndarray) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(self.setup.mesh, jax.sharding.PartitionSpec())
-        # Each process makes the pieces of its own devices.
-        return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])
+
+def replicate(mesh: jax.sharding.Mesh, value: np.ndarray) -> jax.Array:
+    """Returns an array that every device of the mesh holds whole."""
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    # Each process makes the pieces of its own devices.
+    return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.checkpoint import folders
+from jtrain.errors import UserError
+from jtrain.runtime import multihost
 from jtrain.runtime.lease import LeaseLost
 from jtrain.runtime.multihost import process_index
 from jtrain.runtime.stores import error_line, in_store, store_errors
@@ -47,8 +49,9 @@ def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, list[Ca
         return home, []
     mirror = StoreMirror(home, local_folder(home, environ, process=process_index()))
     # The local folder is replaced: it may be that of a run which trains now.
-    with WorkdirLock(home, say=print):
+    with WorkdirLock(home, say=print) as lock:
         mirror.fetch()
+        mirror.fetched_under = lock.number
     return mirror.local, [mirror]
 
 
@@ -73,6 +76,7 @@ class StoreMirror(Callback):
         self._lock = threading.Lock()
         self._warned = False
         self.lock: WorkdirLock | None = None  # set once the run holds the workdir
+        self.fetched_under: int | None = None  # number of the lease; None in processes other than 0
 
     def fetch(self) -> None:
         """Replaces the local folder by the files at the top of the workdir in the store.
@@ -90,6 +94,31 @@ class StoreMirror(Callback):
                     (self.local / name).write_bytes((self.url / name).read_bytes())
         # What has just been fetched is not copied back.
         self._copied = self._stat_files()
+
+    def hold(self, lock: WorkdirLock, *, takes: int, moved: bool) -> None:
+        """Takes the lock that the run holds from here on; all processes call it together.
+
+        Fetches again if another run has had the workdir since the fetch: it may have gone on from there.
+
+        Args:
+          takes: times that this run itself has taken the lease since the fetch.
+          moved: the history was moved aside here, which another fetch would undo.
+
+        Raises:
+          UserError: another run had the workdir, and the history is moved; or as `fetch`.
+        """
+        self.lock = lock
+        fetched, held = self.fetched_under, lock.number
+        # Every hold of a workdir has the next number.
+        is_stale = fetched is not None and held is not None and held != fetched + takes
+        if not (multihost.agree(is_stale)[0] if multihost.is_joined() else is_stale):
+            return
+        if moved:
+            raise UserError(
+                f"another run has had --workdir {self.url} while this one began with --from-scratch. Look at "
+                "what it left there, and run the same command again."
+            )
+        self.fetch()
 
     def copy(self) -> None:
         """Copies the files that have changed since the last copy, and removes those that were removed

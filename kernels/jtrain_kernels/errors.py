@@ -17,6 +17,13 @@ class FileError(UserError, OSError):
     """A file or store that is missing, damaged or unreadable."""
 
 
+class AwayError(FileError):
+    """A disk, store or peer that cannot serve now; the same command may go on later, unchanged.
+
+    A command exits with code 77, which supervisors and clusters try again.
+    """
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`"Did you mean tiny? "` if some of `names` are close to `name`, in any case, else an empty string."""
     # Compared in lower case, shown as they are spelled.

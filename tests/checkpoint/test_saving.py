@@ -47,6 +47,15 @@ def test_the_next_step_may_donate_the_state_while_it_is_written(
         assert bits_of(state) != want, "the donated state must have changed, or this proves nothing"
 
 
+def test_a_saved_config_is_for_the_owner_alone(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+    """As the workdir's: it may hold a secret that nothing marks as one."""
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(1, fill(make_like({}), 1), {}, "seed: int = 0\n")
+        checkpoints.wait()
+        assert checkpoints.config_text(1) == "seed: int = 0\n"
+    assert (tmp_path / "checkpoints" / "1" / files.CONFIG).stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.smoke
 def test_the_newest_and_the_multiples_are_kept(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
     """keep_last counts only complete checkpoints; keep_every_steps keeps its multiples for ever."""

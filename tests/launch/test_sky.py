@@ -35,9 +35,9 @@ def started(nodes: list[Host], **variables: str) -> list[Running]:
 
 
 def test_the_task_is_short_and_comes_again_where_that_helps() -> None:
-    """On 75, 76 and 143, and after a preemption."""
+    """On 75, 76, 77 and 143, and after a preemption."""
     assert len(FILE.read_text().splitlines()) <= 60
-    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 143]
+    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 77, 143]
     assert "--constraint constraints.txt" in TASK["setup"]
     assert TASK["run"].rstrip().endswith('-m jtrain.launch --supervise --workdir="$WORKDIR" "$@"')
 

@@ -23,6 +23,10 @@ from tests.processes import joined, program, run_together
             {"JTRAIN_COORDINATOR": "localhost:1", "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "x"},
             r"JTRAIN_PROCESS_ID='x'",
         ),
+        (
+            {"JTRAIN_COORDINATOR": "localhost:1", "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "5"},
+            r"JTRAIN_PROCESS_ID=5 of JTRAIN_NUM_PROCESSES=2 must be from 0 to 1\.",
+        ),
     ],
 )
 def test_half_an_address_is_refused(environ: dict[str, str], message: str) -> None:

@@ -38,6 +38,14 @@ SIGNED = "https://b.s3.amazonaws.com/a.jsonl?X-Amz-Expires=60&X-Amz-Credential=A
         ("('https://a/b?access_token=5ec7e7', 'c')", "('https://a/b?access_token=***', 'c')"),
         ("https://hooks.slack.com/services/T0/B0/5ec7e7", "https://hooks.slack.com/***"),
         ("https://discord.com/api/webhooks/1/5ec7e7", "https://discord.com/***"),
+        ("https://a/b?subscription-key=5ec7e7&x=1", "https://a/b?subscription-key=***&x=1"),
+        ("https://a/b?session=5ec7e7", "https://a/b?session=***"),
+        ("https://a/b?my.pass=5ec7e7", "https://a/b?my.pass=***"),
+        ("https://api.telegram.org/bot17:AAHd5ec7e7Gh2jKlMn4pQ/send", "https://api.telegram.org/***/send"),
+        ("https://hf.co/o/n/resolve/0123456789abcdef0123456789abcdef01234567/CC-MAIN-20240220.json",
+         "https://hf.co/o/n/resolve/0123456789abcdef0123456789abcdef01234567/CC-MAIN-20240220.json"),
+        ("""('my.py:make(api_key="5ec7e7", every=3)',)""", """('my.py:make(api_key="***", every=3)',)"""),
+        ("data.end_token='<|eos|>'", "data.end_token='<|eos|>'"),
         ("meet me @ https://example.com/a", "meet me @ https://example.com/a"),
     ],
 )  # fmt: skip
@@ -48,7 +56,15 @@ def test_urls_lose_what_opens_the_door(text: str, kept: str) -> None:
 
 def test_names_that_hold_secrets() -> None:
     """And names that only look alike."""
-    for name in ("data.api_key", "hub_token", "a.secret", "db.password", "aws_credentials", "alerts.webhook"):
+    for name in (
+        "data.api_key",
+        "hub_token",
+        "a.secret",
+        "db.password",
+        "my.pass",
+        "aws_credentials",
+        "alerts.webhook",
+    ):
         assert is_secret(name), name
         assert redact_value(name, "'5ec7e7'") == "'***'"
         assert redact_value(name, "None") == "None"

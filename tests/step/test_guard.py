@@ -105,6 +105,23 @@ def test_a_smooth_loss_has_room_and_a_new_level_becomes_normal() -> None:
     assert 10 < len(bad) <= WINDOW // 2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_low_losses_have_room_and_their_spikes_are_found(seed: int) -> None:
+    """Memorised text: 0.001 to 0.003 nats, batches of 0.02 to 0.047 with gradients as many times larger: no
+    good update is skipped in 2,000 steps; a loss of 0.5 is, and so is a norm 1,000 times the median.
+    """
+    rng = np.random.default_rng(seed)
+    low = rng.uniform(0.001, 0.003, 2000)
+    hard = rng.random(2000) < 0.01
+    low[hard] = rng.uniform(0.02, 0.047, hard.sum())
+    assert hard[MIN_HISTORY:].sum() > 8
+    values = np.stack([low, 0.05 * low / 0.002 * rng.uniform(0.7, 1.4, 2000)], axis=1)
+    assert run(values)[1]["applied"].all()
+    spikes = values.copy()
+    spikes[1000, 0], spikes[1500, 1] = 0.5, 50.0
+    assert np.flatnonzero(~run(spikes)[1]["applied"]).tolist() == [1000, 1500]
+
+
 def test_steps_are_left_out_and_bounds_begin_anew_by_number() -> None:
     """The two decisions that the host puts into the state: steps count from 1, and decide alike after a
     resume.

@@ -89,6 +89,15 @@ def test_a_later_checkpoint_resets_the_count(tmp_path: Path) -> None:
     assert output.count("was killed by SIGKILL (by the kernel where the host's memory is exhausted") == 4
 
 
+def test_what_is_away_is_tried_again_until_it_is_back(tmp_path: Path) -> None:
+    """Killed once, then 77 three times where two restarts are allowed: it goes on once the world is back."""
+    ended, output = run(tmp_path, "wait_for_the_world")
+    assert ended == 0, output
+    assert (tmp_path / "attempts").stat().st_size == 5
+    assert output.count("restart 1 of 2 at once") == 1
+    assert output.count("what the run needs is away (exit code 77): trying again in ") == 3
+
+
 @pytest.mark.slow
 def test_one_of_three_fails_the_others_end_and_it_is_named(tmp_path: Path) -> None:
     """Though they ignore SIGTERM; what they started ends too; its code is that of the run; lines carry the
@@ -179,6 +188,20 @@ def test_a_process_whose_supervisor_is_killed_saves_and_ends(tmp_path: Path) -> 
         wait_for_attempts(process, tmp_path, 1)
         process.kill()
         output, _ = process.communicate(timeout=120)  # until the orphan has closed it, too
+    assert "The supervisor is gone: stopping, with a checkpoint." in output
+    assert (tmp_path / "attempts").stat().st_size == 2
+
+
+def test_a_stopped_process_whose_supervisor_is_killed_saves_and_ends(tmp_path: Path) -> None:
+    """The kernel continues it when its parent dies: stopped, it would hold the devices for ever."""
+    with started(tmp_path, "count_twice") as process:
+        wait_for_attempts(process, tmp_path, 1)
+        (child,) = psutil.Process(process.pid).children()
+        child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        process.kill()
+        output, _ = process.communicate(timeout=120)
     assert "The supervisor is gone: stopping, with a checkpoint." in output
     assert (tmp_path / "attempts").stat().st_size == 2
 

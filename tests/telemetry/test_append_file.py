@@ -1,16 +1,19 @@
 """Files of a run on disks that fill up, become read-only or hold garbage: records stay whole and in order."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jtrain.errors import FileError
 from jtrain.telemetry import append_file
 from jtrain.telemetry.append_file import AppendFile, keep_lines, parse_line
 from jtrain.telemetry.goodput import EVENTS, FILE, Ledger, read_events
 from jtrain.telemetry.metrics import drop_after, encode, read
+from jtrain.train.bad_steps_file import read_decisions
 from tests.small_disk import fill, small_disk
 
 
@@ -78,6 +81,36 @@ def test_a_path_that_cannot_be_opened_is_a_warning(
     file.append(b"2\n")
     file.close()
     assert (tmp_path / "log").read_bytes() == b"1\n2\n"
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe"])
+def test_records_in_no_file_are_one_message(tmp_path: Path, kind: str) -> None:
+    """A pipe would block the start for ever."""
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir() if kind == "a folder" else os.mkfifo(path)
+    with pytest.raises(
+        FileError, match=f"metrics.jsonl is {kind}, but a run keeps its records .* Move it away"
+    ):
+        keep_lines(path, lambda line: True)
+    with pytest.raises(FileError, match=f"is {kind}"):
+        read_decisions(path, print)
+
+
+def test_decisions_with_missing_keys_are_set_aside(tmp_path: Path) -> None:
+    """One message, and the whole ones are kept: batches left out stay left out."""
+    path, messages = tmp_path / "bad_steps.jsonl", []
+    whole = '{"step": 7, "action": "repeats", "since": 8, "left_out": [7]}'
+    damaged = (
+        '{"action": "repeats"}',
+        '{"step": 9, "action": "repeats", "since": 9}',
+        '{"action": "went back"}',
+        '{"step": 9, "action": "repeats", "since": "9", "left_out": [7]}',
+        '{"step": true, "action": "found"}',
+    )
+    path.write_text("\n".join([whole, *damaged]) + "\n")
+    assert read_decisions(path, messages.append) == ((7,), 8, [])
+    assert len(messages) == 1
+    assert path.read_text() == whole + "\n"
 
 
 GARBAGE = (

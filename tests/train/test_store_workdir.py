@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from jtrain.checkpoint import files, folders
+from jtrain.errors import UserError
 from jtrain.runtime.stores import workdir_path
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import metrics
+from jtrain.train.store_mirror import StoreMirror, open_workdir
 from tests.data.sources.object_store import gs_store, s3_store
 
 SETS = ("num_steps=12", "metrics.log_every_steps=1", "metrics.tensorboard=False", "checkpoint.every_steps=4")
@@ -39,6 +42,31 @@ def finish(process: subprocess.Popen[str]) -> str:
 def steps(file: Path) -> dict[int, Any]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {line["step"]: (line["loss_nats"], line["batch_hash"]) for line in lines if "loss_nats" in line}
+
+
+def test_files_of_a_run_in_between_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first fetch and the run's own lock another run went on: its metrics are there. A history that
+    was moved aside is not fetched back.
+    """
+    with gs_store(monkeypatch) as store:
+        workdir = workdir_path(f"{store.url}/runs/tiny")
+        (workdir / "metrics.jsonl").write_bytes(b"1\n")
+        local, (mirror,) = open_workdir(workdir, {"XDG_CACHE_HOME": str(tmp_path)})
+        assert isinstance(mirror, StoreMirror)
+        (local / "mark").touch()
+        with WorkdirLock(workdir, say=print) as lock:
+            mirror.hold(lock, takes=1, moved=False)
+        assert (local / "mark").exists(), "nobody was there in between: nothing is fetched"
+        local, (mirror,) = open_workdir(workdir, {"XDG_CACHE_HOME": str(tmp_path)})
+        assert isinstance(mirror, StoreMirror)
+        with WorkdirLock(workdir, say=print):
+            (workdir / "metrics.jsonl").write_bytes(b"1\n2\n")
+        with WorkdirLock(workdir, say=print) as lock:
+            with pytest.raises(UserError, match=r"another run has had --workdir .* --from-scratch"):
+                mirror.hold(lock, takes=1, moved=True)
+            assert (local / "metrics.jsonl").read_bytes() == b"1\n"
+            mirror.hold(lock, takes=1, moved=False)
+        assert (local / "metrics.jsonl").read_bytes() == b"1\n2\n"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jtrain.bench.fault_trials.kinds import fault
 from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
-from jtrain.runtime.exit_codes import DONE, REFUSED
+from jtrain.runtime.exit_codes import AWAY, DONE
 
 # Room for the checkpoints of the small model, and filled in an instant.
 SIZE = "64m"
@@ -136,9 +136,9 @@ def disk_full(trial: Trial) -> None:
     trial.record_end(attempt)
     text = attempt.text()
     # A message for the user, not a traceback, and with the path of the full disk.
-    if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
+    if set(attempt.codes.values()) != {AWAY} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(
-            f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk"
+            f"on a full disk the run ended with {attempt.codes}; expected 77 and a message that names the disk"
         )
     _free(trial.workdir.path)
 

@@ -14,7 +14,7 @@ from jtrain.bench.fault_trials.lab import FaultLab
 from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
 from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
-from jtrain.runtime.exit_codes import DONE, FAULTY_HARDWARE, REFUSED, STOPPED
+from jtrain.runtime.exit_codes import AWAY, DONE, FAULTY_HARDWARE, REFUSED, STOPPED
 
 MOST_ATTEMPTS = 4
 """Times that the same command is started again after the fault."""
@@ -152,7 +152,7 @@ class Trial:
         self.output += text
         for index, code in attempt.codes.items():
             # A killed attempt may end in any way; others only with codes that mean something.
-            if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE):
+            if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE, AWAY):
                 self.wrong(f"process {index} ended with {code}: {_last_lines(attempt.logs[index])}")
 
     def wrong(self, text: str) -> None:
@@ -244,7 +244,7 @@ class Trial:
             codes = set(attempt.codes.values())
             if codes == {DONE}:
                 break
-            if REFUSED in codes:
+            if codes & {REFUSED, AWAY}:
                 self._check_refusal(attempt)
                 if self.result.wrong or self.kind.mend is None:
                     return

@@ -61,6 +61,15 @@ def be_killed_later_each_time() -> int:
     return 0
 
 
+def wait_for_the_world() -> int:
+    """Is killed, then finds what it needs away three times, more often than it may be restarted."""
+    attempt = count_attempt()
+    if attempt == 1:
+        time.sleep(1.5)  # a beat with the limits must come first
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 77 if attempt < 5 else 0
+
+
 def fail_beside_stubborn_processes() -> int:
     """Process 1 gives up once all three run; the others ignore SIGTERM, and have started a process each."""
     count_attempt()
@@ -135,6 +144,7 @@ BEHAVIOURS: tuple[Callable[..., int], ...] = (
     end,
     crash,
     be_killed_later_each_time,
+    wait_for_the_world,
     fail_beside_stubborn_processes,
     save_when_asked,
     stop_process_1,
