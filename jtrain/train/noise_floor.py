@@ -65,7 +65,7 @@ class NoiseFloor:
 
     @property
     def same_text(self) -> str:
-        """What two passes that agree have in common, in words."""
+        """Words for what two passes that agree have in common."""
         loss, norm = self.bounds
         within = f"numbers within this program's noise ({loss:.0%} of the loss, {norm:.0%} of the norm)"
         return "bits" if self.repeats else within

@@ -66,8 +66,8 @@ class Noise:
 @pytest.fixture(scope="module")
 def noise() -> Iterator[Noise]:
     """Plants noise and faults in the gradients themselves; one compiled step serves all runs of this file."""
-    planted, gradients, make = Noise(), train_step._local_gradients, attempt.make_train_step
-    go_back, steps = BadSteps._go_back, []
+    planted, gradients, make = Noise(), train_step.local_gradients, attempt.make_train_step
+    go_back, steps = BadSteps.go_back, []
 
     def noisy(model: Any, layout: Any, params: Any, scaling: Any, batch: Any, step: Any) -> Any:
         grads, amax, values, share = gradients(model, layout, params, scaling, batch, step)
@@ -85,8 +85,8 @@ def noise() -> Iterator[Noise]:
         return steps[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "_local_gradients", noisy)
-        patch.setattr(BadSteps, "_go_back", go_back_noted)
+        patch.setattr(train_step, "local_gradients", noisy)
+        patch.setattr(BadSteps, "go_back", go_back_noted)
         patch.setattr(attempt, "make_train_step", made_once)
         yield planted
     assert steps[0]._cache_size() == 1, "the first pass is the same program"

@@ -18,7 +18,7 @@ from jtrain.data.sources.read_records import read_lines
 from jtrain.data.sources.source import identity_of
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.growing_order import WindowAnchor
-from jtrain.data.stream.samples import Samples
+from jtrain.data.stream.samples import SampleReader
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.tokenizer import TextChunk, Tokenizer
 
@@ -68,7 +68,9 @@ class ChunkReader:
         self._samples = (
             None
             if self.setup.row_tokens is None
-            else Samples(self.setup, self.tokenizer, self.corpus, self.prepared, self.cut, self.identities)
+            else SampleReader(
+                self.setup, self.tokenizer, self.corpus, self.prepared, self.cut, self.identities
+            )
         )
 
     def read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:

@@ -51,7 +51,7 @@ type ReadSamples = tuple[
 """Lengths, ids, reasons by index, and runs that are not learned; see `Read`."""
 
 
-class Samples:
+class SampleReader:
     """Reads the samples of one source, of whatever records, whatever their order.
 
     Args:

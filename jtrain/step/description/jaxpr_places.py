@@ -13,7 +13,7 @@ _TRANSFORMATION = re.compile(r"\w+\(|\)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JaxprPlace:
     """Position of an equation in a trace.
 
     scope: names of `jax.named_scope` around it, without those of transformations.
@@ -25,7 +25,7 @@ class Place:
     when: When
 
 
-def inner_place(eqn: Any, place: Place) -> Place:
+def inner_place(eqn: Any, place: JaxprPlace) -> JaxprPlace:
     """Place of an equation, and of the jaxprs that it calls."""
     stack, when = str(eqn.source_info.name_stack), place.when
     names = list(place.scope)
@@ -36,7 +36,7 @@ def inner_place(eqn: Any, place: Place) -> Place:
             when = "again"
         else:
             names.append(name)
-    return Place(tuple(names), place.trips, when)
+    return JaxprPlace(tuple(names), place.trips, when)
 
 
 def counted_branch(params: dict[str, Any]) -> Any:

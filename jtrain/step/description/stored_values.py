@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jtrain.step.description.jaxpr_places import Place, When
+from jtrain.step.description.jaxpr_places import JaxprPlace, When
 from jtrain.step.description.kept_values import KEPT
 from jtrain.step.description.part_jaxprs import WEIGHT_GRADIENTS
 from jtrain.step.description.traced_work import (
     COLLECTIVES,
     PRODUCTS,
-    Loop,
     Operation,
+    TracedLoop,
     TracedWork,
     attention_scope,
 )
@@ -40,7 +40,7 @@ _KERNELS = ("sort", "scatter", "scatter-add", "cumsum", "pallas_call", "ffi_call
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StoringStep:
     """An operation, or those of one attention kernel.
 
     index: of the operation in the trace.
@@ -53,7 +53,7 @@ class Step:
     operands: tuple[int, ...]
     reads: tuple[int, ...]
     results: tuple[int, ...]
-    place: Place
+    place: JaxprPlace
     attention: str = ""
 
     @property
@@ -70,7 +70,7 @@ class StoredValues:
 
     def __init__(self, work: TracedWork) -> None:
         self.arrays, self._views = work.arrays, dict[int, int]()
-        self._made_by, self._written = dict[int, Step](), set[int]()
+        self._made_by, self._written = dict[int, StoringStep](), set[int]()
         self.steps = [step for step in map(self._without_views, _joined(work)) if step is not None]
         self._constants = set[int]()
         for step in self.steps:
@@ -91,7 +91,7 @@ class StoredValues:
             self._stored |= {n for n in step.reads if self._is_worth_storing(n, step)}
         self._sources.clear()  # they end at values that are known to be stored by now
 
-    def steps_of(self, loop: Loop) -> list[Step]:
+    def steps_of(self, loop: TracedLoop) -> list[StoringStep]:
         """Steps of a turn of a loop."""
         return [step for step in self.steps if loop.first <= step.index < loop.end]
 
@@ -144,7 +144,7 @@ class StoredValues:
             return step is not None
         return step.name in _ENDS and all(map(self._ends_product, step.reads))
 
-    def live_ranges(self, steps: list[Step], loop: Loop) -> dict[int, tuple[int, int]]:
+    def live_ranges(self, steps: list[StoringStep], loop: TracedLoop) -> dict[int, tuple[int, int]]:
         """Value -> first and last of these steps at which it is in memory, for a turn of a loop.
 
         Arrays from outside of the loop take no memory in it, but for what it carries, and for copies of those
@@ -173,7 +173,7 @@ class StoredValues:
             number = self._views[number]
         return number
 
-    def _without_views(self, step: Step) -> Step | None:
+    def _without_views(self, step: StoringStep) -> StoringStep | None:
         """The step with what it reads as it lies in memory; None if it is a view itself."""
         reads, results = tuple(map(self._resolved, step.reads)), step.results
         if step.name == "optimization_barrier" and len(reads) == len(results):
@@ -208,7 +208,7 @@ class StoredValues:
         step = self._made_by.get(number)
         return step is None or step.is_alone or step.name == KEPT.name or number in self._stored
 
-    def _is_worth_storing(self, number: int, reader: Step) -> bool:
+    def _is_worth_storing(self, number: int, reader: StoringStep) -> bool:
         """True if a fusion after a product reads a value that has fewer bytes than what it is made of."""
         if self._in_memory(number) or self._levels[number] == self._levels[reader.results[0]]:
             return False
@@ -219,13 +219,13 @@ class StoredValues:
         array = self.arrays[number]
         return math.prod(array.shape) * array.dtype.itemsize
 
-    def _sources_of(self, step: Step) -> frozenset[int]:
+    def _sources_of(self, step: StoringStep) -> frozenset[int]:
         """Values in memory that a fused step reads: parts of arrays by their own number."""
         if self._is_part(step):
             return frozenset(step.results[:1])
         return frozenset[int]().union(*map(self._sources_behind, step.reads))
 
-    def _is_part(self, step: Step) -> bool:
+    def _is_part(self, step: StoringStep) -> bool:
         """True if a fusion reads the result alone; rows that are gathered are read as often as they are taken."""
         return step.name == "gather" or (step.name in _SLICES and self._in_memory(step.reads[0]))
 
@@ -247,7 +247,7 @@ class StoredValues:
         return frozenset[int]().union(*map(self._whole, self._sources_behind(self._made_by[number].reads[0])))
 
 
-def _joined(work: TracedWork) -> Iterator[Step]:
+def _joined(work: TracedWork) -> Iterator[StoringStep]:
     """Yields the operations, those of one call of attention's kernel as one step."""
     readers = collections.defaultdict[int, set[int]](set)
     for index, operation in enumerate(work.operations):
@@ -270,16 +270,18 @@ def _joined(work: TracedWork) -> Iterator[Step]:
             kernel[index] = operation
         else:
             operands = operation.operands
-            yield Step(operation.name, index, operands, operands, operation.results, operation.place)
+            yield StoringStep(operation.name, index, operands, operands, operation.results, operation.place)
     if kernel:
         yield _kernel(kernel, readers)
 
 
-def _kernel(operations: dict[int, Operation], readers: dict[int, set[int]]) -> Step:
+def _kernel(operations: dict[int, Operation], readers: dict[int, set[int]]) -> StoringStep:
     """The step of an attention kernel, which returns what others read."""
     results = [n for operation in operations.values() for n in operation.results]
     made = set(results)
     operands = tuple(dict.fromkeys(n for o in operations.values() for n in o.operands if n not in made))
     returned = tuple(n for n in results if readers[n] - operations.keys())
     place = next(iter(operations.values())).place
-    return Step("attention", max(operations), operands, operands, returned, place, attention_scope(place))
+    return StoringStep(
+        "attention", max(operations), operands, operands, returned, place, attention_scope(place)
+    )

@@ -15,8 +15,8 @@ from typing import Any
 from jtrain.model import ops
 from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.labelled_sizes import TOKENS, LabelledSizes, Monomial, labelled
-from jtrain.step.description.stored_values import Step, StoredValues
-from jtrain.step.description.traced_work import PRODUCTS, Loop, TracedWork
+from jtrain.step.description.stored_values import StoredValues, StoringStep
+from jtrain.step.description.traced_work import PRODUCTS, TracedLoop, TracedWork
 from jtrain.step.gradient_sums import sums_gradients
 
 
@@ -94,7 +94,7 @@ def trace_memory(sizes: LabelledSizes, work: TracedWork) -> MemoryTrace:
     )
 
 
-def _is_backward(step: Step) -> bool:
+def _is_backward(step: StoringStep) -> bool:
     return step.place.when == "backward"
 
 
@@ -157,7 +157,7 @@ def _rows_sent(rows: Monomial) -> Monomial:
 
 
 def _moments(
-    array_bytes: Mapping[int, Monomial], values: StoredValues, loop: Loop
+    array_bytes: Mapping[int, Monomial], values: StoredValues, loop: TracedLoop
 ) -> Iterator[LabelledMoment]:
     """Arrays of tokens at each step of a turn of the backward loop that makes one."""
     steps = values.steps_of(loop)

@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from jtrain.model import ops
 from jtrain.step.description.jaxpr_places import (
-    Place,
+    JaxprPlace,
     When,
     called_jaxpr,
     counted_branch,
@@ -101,11 +101,11 @@ class Operation:
     name: str
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    place: Place
+    place: JaxprPlace
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class TracedLoop:
     """A loop whose turns are the operations `first` to `end`, without `end`.
 
     carried: values that the first turn gets from before the loop, and later ones from the turn before.
@@ -130,7 +130,7 @@ class TracedWork:
     products: list[TracedProduct]
     recomputed_names: frozenset[str]
     operations: list[Operation]
-    loops: list[Loop]
+    loops: list[TracedLoop]
     arrays: dict[int, Any]
     returned: tuple[int, ...]
 
@@ -174,7 +174,7 @@ def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
     arguments = [reader.new(0, var.aval) for var in lean.invars]
-    returned = reader.follow(lean, arguments, Place((), (), "forward"), {})
+    returned = reader.follow(lean, arguments, JaxprPlace((), (), "forward"), {})
     return TracedWork(
         reader.result(),
         reader.products,
@@ -197,7 +197,7 @@ class _Reader:
         self.recomputed_marks = 0
         self.recomputed_names = set[str]()
         self.operations: list[Operation] = []
-        self.loops: list[Loop] = []
+        self.loops: list[TracedLoop] = []
         self.arrays: dict[int, Any] = {}
 
     def new(self, marks: int, array: Any = None, *, in_8_bits: bool = False) -> _Value:
@@ -208,7 +208,7 @@ class _Reader:
         return value
 
     def record(
-        self, name: str, operands: Sequence[_Value], results: list[_Value], place: Place
+        self, name: str, operands: Sequence[_Value], results: list[_Value], place: JaxprPlace
     ) -> list[_Value]:
         """Adds an operation; returns its results."""
         numbers = (value.number for value in operands if value.number in self.arrays)
@@ -224,7 +224,7 @@ class _Reader:
         ]
 
     def follow(
-        self, jaxpr: Any, operands: Sequence[_Value], place: Place, shared_results: _SharedResults
+        self, jaxpr: Any, operands: Sequence[_Value], place: JaxprPlace, shared_results: _SharedResults
     ) -> list[_Value]:
         """Collects the work of a jaxpr's equations, in their order; returns the values of its results.
 
@@ -244,7 +244,7 @@ class _Reader:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _results(
-        self, eqn: Any, operands: list[_Value], place: Place, shared_results: _SharedResults
+        self, eqn: Any, operands: list[_Value], place: JaxprPlace, shared_results: _SharedResults
     ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         inner = inner_place(eqn, place)
@@ -271,7 +271,7 @@ class _Reader:
             returned = self.follow(body, [*operands[:num_consts], *carried], looped, {})
             num_carried = len(params["ft_out"].unpack()[0])
             numbers = (tuple(v.number for v in values) for values in (carried[:num_carried], returned))
-            self.loops.append(Loop(first, len(self.operations), *numbers))
+            self.loops.append(TracedLoop(first, len(self.operations), *numbers))
             pairs = zip(returned, eqn.outvars, strict=True)
             results = [self.new(value.marks | marks, var.aval) for value, var in pairs]
             return self.record(name, operands, results, inner)
@@ -301,7 +301,7 @@ class _Reader:
         return self.record(name, operands, results, inner)
 
     def _collective(
-        self, eqn: Any, operands: list[_Value], place: Place, shared_results: _SharedResults
+        self, eqn: Any, operands: list[_Value], place: JaxprPlace, shared_results: _SharedResults
     ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         axes = params.get("axes", params.get("axis_name"))
@@ -340,14 +340,14 @@ class _Reader:
         return results
 
 
-def attention_scope(place: Place) -> str:
+def attention_scope(place: JaxprPlace) -> str:
     """Scope of the attention kernel that an equation belongs to; empty for all others."""
     return next(
         (name for name in place.scope if name.startswith((ops.ATTENTION_FORWARD, ops.ATTENTION_BACKWARD))), ""
     )
 
 
-def _product(eqn: Any, place: Place, *, in_8_bits: bool) -> list[TracedProduct]:
+def _product(eqn: Any, place: JaxprPlace, *, in_8_bits: bool) -> list[TracedProduct]:
     """The product of an equation; none if it has batch dimensions."""
     numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
     ((first, second), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
