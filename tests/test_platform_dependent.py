@@ -5,7 +5,9 @@ own.
 import ast
 import contextlib
 import functools
+import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +32,13 @@ from tests.model import test_moe
 ROOT = Path(__file__).parents[1]
 
 
+KERNELS = "kernels/jtrain_kernels/"
+BY_PLATFORM = KERNELS + "platforms.py"
+
+
 class Site(NamedTuple):
-    """Call of `jax.lax.platform_dependent`: its file, the outermost function around it, its lines and
-    branches.
+    """Call of `by_platform`, or of the function of JAX that it calls: its file, the outermost function around it,
+    its lines and branches.
     """
 
     file: str
@@ -45,6 +51,11 @@ class Site(NamedTuple):
     def name(self) -> str:
         return f"{self.file}:{self.function}"
 
+    def holds(self, frame: types.FrameType) -> bool:
+        """True if a frame of the call stack is at this site."""
+        in_file = frame.f_code.co_filename == str(ROOT / self.file)
+        return in_file and self.first <= frame.f_lineno <= self.last
+
     @property
     def only_elsewhere(self) -> tuple[str, ...]:
         """Branches that a CPU does not take; `default` is the CPU's if none is named `cpu`."""
@@ -52,13 +63,17 @@ class Site(NamedTuple):
         return tuple(branch for branch in self.branches if branch != own)
 
 
+_BY_PLATFORM = re.compile(r"\b(by_platform|platform_dependent)$")
+
+
 def sites_of(text: str, file: str) -> list[Site]:
     """All sites in a file's text, by its syntax tree."""
     found: list[Site] = []
     for outer in ast.parse(text).body:
         for node in ast.walk(outer):
-            if isinstance(node, ast.Call) and "platform_dependent" in ast.unparse(node.func):
-                branches = tuple(keyword.arg or "**" for keyword in node.keywords)
+            if isinstance(node, ast.Call) and _BY_PLATFORM.search(ast.unparse(node.func)):
+                # `read` names the branch for a reader of a trace.
+                branches = tuple(keyword.arg or "**" for keyword in node.keywords if keyword.arg != "read")
                 where = getattr(outer, "name", "module"), node.lineno, node.end_lineno or node.lineno
                 found.append(Site(file, *where, branches))
     return found
@@ -68,12 +83,16 @@ def sites_of(text: str, file: str) -> list[Site]:
 def sites() -> list[Site]:
     """All sites of the two packages."""
     files = sorted(path for package in ("jtrain", "kernels") for path in (ROOT / package).rglob("*.py"))
-    found = [site for path in files for site in sites_of(path.read_text(), path.relative_to(ROOT).as_posix())]
+    found = [
+        site
+        for path in files
+        if path != ROOT / BY_PLATFORM  # the call there is reached by all other sites
+        for site in sites_of(path.read_text(), path.relative_to(ROOT).as_posix())
+    ]
     assert found, "nothing to test"
     return found
 
 
-KERNELS = "kernels/jtrain_kernels/"
 TO_AND_FROM_HEADS = tuple(
     functools.partial(test_linear.test_linear_contracts_the_last_dimensions, "float32", *shape)
     for shape in (((2, 8, 4), (4, 6), 1), ((2, 8, 4), (4, 3, 5), 1), ((2, 8, 3, 5), (3, 5, 4), 2))
@@ -147,8 +166,11 @@ def on_platform(platform: str) -> Iterator[set[tuple[str, str]]]:
 
     def chosen(*arguments: Any, default: Any = None, **branches: Any) -> Any:
         caller = sys._getframe(1)
-        file = Path(caller.f_code.co_filename).relative_to(ROOT).as_posix()
-        (site,) = (s for s in sites() if s.file == file and s.first <= caller.f_lineno <= s.last)
+        # Behind `by_platform` and the checks of its arguments stands the site.
+        while not (found := [site for site in sites() if site.holds(caller)]):
+            assert caller.f_back is not None
+            caller = caller.f_back
+        (site,) = found
         branch = platform if platform in branches else "default"
         taken.add((site.name, branch))
         return (branches | {"default": default})[branch](*arguments)

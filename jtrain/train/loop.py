@@ -250,8 +250,7 @@ class Loop:
         step, values = unread.step, self._read(unread.metrics)
         # 32-bit words in hex.
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
-        if self._first_pass is not None:
-            self._measure_noise(step, values, hash_hex)
+        noise_line = None if self._first_pass is None else self._measure_noise(step, values, hash_hex)
         self.attempt.integrity.check(step, values)
         is_complete = self.step == self._cadence.num_steps or self.data_ended
         self.attempt.bad_steps.check(
@@ -265,17 +264,24 @@ class Loop:
         )
         # After the checks, which may raise: then no callback sees the step.
         self.callbacks.on_results(StepResults(step, values, hash_hex, unread.batch))
+        # Behind the line of the step that it is about.
+        if noise_line is not None:
+            self.attempt.context.metrics.say(noise_line)
 
-    def _measure_noise(self, step: int, values: Any, hash_hex: str) -> None:
-        """Compares both passes over the first step: replays and recomputations then know what is noise."""
+    def _measure_noise(self, step: int, values: Any, hash_hex: str) -> str:
+        """Compares both passes over the first step: replays and recomputations then know what is noise.
+
+        Returns:
+          What the comparison says, for the log.
+        """
         first_values, self._first_pass = self._read(self._first_pass), None
         context, noise = self.attempt.context, measure(first_values, values)
         numbers = StepNumbers.of(step, values, hash_hex)
         self.attempt.bad_steps.begin(StepNumbers.of(step, first_values, hash_hex), numbers, noise)
         self.attempt.integrity.noise = noise
-        context.metrics.say(noise.line(step, platform=context.mesh.devices.flat[0].platform))
         if jax.process_index() == 0:
             add_to_run_json(context.workdir, "first_step_twice", {"step": step} | dataclasses.asdict(noise))
+        return noise.line(step, platform=context.mesh.devices.flat[0].platform)
 
     def _with_decisions(self, state: TrainState) -> TrainState:
         bad_steps = self.attempt.bad_steps
