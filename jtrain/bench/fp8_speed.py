@@ -17,21 +17,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.bench._live import seconds
 from jtrain.errors import UserError
+from jtrain.layout.dims import Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.layout.precision import MatmulDtype, PrecisionSpec
 from jtrain.model import ops
-from jtrain.model.forward_placement import checkpoint_layer
 from jtrain.model.fp8_scaling import advance_scaling, amax_probes, first_scaling, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
-from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.transformer import Transformer
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import placement_of
@@ -124,24 +122,19 @@ def layers(
     precision = PrecisionSpec(matmul_dtype=mode)
     layout = make_layout(LayoutSpec(zero_stage=0, remat="full"), MeshSpec(), infos, precision=precision)
     mesh = make_mesh(layout.mesh, [on])
-    block_def, _ = nnx.split(model.layers)
-    placement = placement_of(layout)
-
-    def layer(x_BLD: Array, weights: Any, shared: Any) -> Array:
-        block = nnx.merge(block_def, placement.fetch("layers", weights))
-        return block(x_BLD, *shared, tensor=TensorAxis(), context=placement.context)[0]
+    layer = model.layer(placement_of(layout))
 
     def step(x_BLD: Array, dy_BLD: Array, params: Any, scaling: Any) -> Any:
         # One document of `length` tokens, so all segments are 1.
         position_BL = jnp.arange(length)[None]
-        shared = (*model.rope.tables(position_BL, model.head_dim), jnp.ones_like(position_BL))
-        checkpointed_layer = checkpoint_layer(layer, placement, scanned=True)
+        ones_BL = jnp.ones_like(position_BL)
+        shared = model.shared(Batch(ones_BL, ones_BL, position_BL, ones_BL))
 
         # The casts of the weights belong to the step, so they are inside of what is differentiated.
         def forward(x_BLD: Array, params: Any, seen: Any) -> Array:
             if mode != "compute":
                 params = with_fp8(params, infos, scaling, seen, jnp.float32(1 / length))
-            return scan_layers(checkpointed_layer, x_BLD, params["layers"], shared, unroll=1)
+            return scan_layers(layer, (x_BLD, None), params["layers"], shared, unroll=1)[0]
 
         # The choice of kernels is made while tracing.
         with kernels_for(layout, mesh):

@@ -44,9 +44,10 @@ class Batch:
 class ParamInfo:
     """Description of one parameter, independent of its layout.
 
-    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones`, or a
-    normal distribution with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the
-    number of experts that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
+    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or
+    `zeros` for what multiplies or is added to activations (scales of norms, biases), or a normal distribution
+    with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of experts that
+    serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
 
     `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
     holds layer y. Random numbers depend on the logical layer.
@@ -55,7 +56,7 @@ class ParamInfo:
     path: str
     shape: tuple[int, ...]
     dims: str
-    init: Literal["normal", "ones"]
+    init: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     top_k: int = 0
     layer_order: tuple[int, ...] | None = None
@@ -90,14 +91,16 @@ class ParamInfo:
 
     @property
     def is_matrix(self) -> bool:
-        """True for parameters of two or more dimensions per layer; False for norm scales."""
-        return len(self.dims.removeprefix("Y")) > 1
+        """True for parameters of two or more dimensions per layer; False for norm scales and biases, also
+        where each head has its own.
+        """
+        return self.init == "normal" and len(self.dims.removeprefix("Y")) > 1
 
     @property
     def is_experts(self) -> bool:
         """True for stacked matrices of X experts; False for a router, whose outputs are X."""
         # A router is DX: its experts come last.
-        return self.dims.removeprefix("Y").startswith("X")
+        return self.is_matrix and self.dims.removeprefix("Y").startswith("X")
 
     @property
     def active_size(self) -> int:

@@ -4,8 +4,8 @@ One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` al
 and `expert` the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of
 `PipelineLayout.order`, and V together with `tensor`; gradients and optimizer state alike. `data` and
 `context` together split D of the arrays that ZeRO shards (arXiv:1910.02054): optimizer state from stage 1,
-gradients from stage 2, parameters from stage 3. Norm scales are always replicated: they are a ten-thousandth
-of a model, and gathering each would cost a collective.
+gradients from stage 2, parameters from stage 3. Norm scales and biases are always replicated: they are a
+ten-thousandth of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of
 its kernels is split over `tensor` instead of K, so that nothing is stored twice;

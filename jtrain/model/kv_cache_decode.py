@@ -16,10 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jtrain.errors import UserError
-from jtrain.model import ops
+from jtrain.layout.dims import Batch
+from jtrain.model.attention import Attention, Rotation
+from jtrain.model.block import Block, BlockSpec
 from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
-from jtrain.model.transformer import Block, Transformer
+from jtrain.model.transformer import Transformer
 
 PROMPT_CHUNK = 64
 """Prompt tokens per pass. Attention scores take N * 64 * M floats; each pass reads all weights once."""
@@ -34,13 +36,15 @@ _UNSHARDED = Placement(fetch=lambda path, tree: tree)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Rotated keys and values of the first `length` of M positions.
+    """What each layer keeps of the first `length` of M positions.
 
-    Fields are arrays: k_YBMKH and v_YBMKH in the compute dtype, length int32.
+    layers: by the parameters' first name (`layers`, and `first_layers` and `last_layers` where the model has
+      them), one entry per block: rotated keys and values, [B, M, K, H] in the compute dtype, with a leading Y
+      for blocks that repeat; None for a block without a mixer.
+    length: int32.
     """
 
-    k_YBMKH: Any
-    v_YBMKH: Any
+    layers: Any
     length: Any
 
 
@@ -100,9 +104,21 @@ class TokenSampler:
 
 
 def empty_cache(model: Transformer, *, batch: int, max_len: int, dtype: str) -> KVCache:
-    """Empty cache for `max_len` positions of `batch` sequences: 2 Y B M K H elements."""
-    shape = (model.num_layers, batch, max_len, model.num_kv_heads, model.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+    """Empty cache for `max_len` positions of `batch` sequences: 2 B M K H elements per layer."""
+
+    def keys_and_values(block: BlockSpec, repeats: tuple[int, ...]) -> tuple[Array, Array] | None:
+        if block.mixer is None:
+            return None
+        _, num_kv_heads, head_dim = block.mixer.head_sizes(model.sizes)
+        shape = (*repeats, batch, max_len, num_kv_heads, head_dim)
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    layers = {"layers": [keys_and_values(block, (model.num_periods,)) for block in model.period]}
+    if model.first:
+        layers["first_layers"] = [keys_and_values(block, ()) for block in model.first]
+    if model.last:
+        layers["last_layers"] = [keys_and_values(block, ()) for block in model.last]
+    return KVCache(layers, jnp.zeros((), jnp.int32))
 
 
 def extend(
@@ -117,32 +133,70 @@ def extend(
     Returns:
       Logits after the last of the `count` tokens, float32, and the extended cache.
     """
-    length = token_BL.shape[1]
-    position_BL = jnp.broadcast_to(cache.length + jnp.arange(length), token_BL.shape)
-    cos_BLR, sin_BLR = model.rope.tables(position_BL, model.head_dim)
-    block_def, _ = nnx.split(model.layers)
+    position_BL = jnp.broadcast_to(cache.length + jnp.arange(token_BL.shape[1]), token_BL.shape)
+    # One document: its numbers are ones. All tokens are valid, also padding: it changes no other token.
+    ones_BL = jnp.ones_like(token_BL)
+    shared = model.shared(Batch(token_BL, token_BL, position_BL, ones_BL))
 
-    def layer(x_BLD: Array, layer_state: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        weights, k_BMKH, v_BMKH = layer_state
-        block: Block = nnx.merge(block_def, weights)
-        q_BLNH, k_BLKH, v_BLKH = block.attention.project(block.attention_norm(x_BLD), cos_BLR, sin_BLR)
-        # Keys are rotated before they are stored: positions never change.
-        k_BMKH = jax.lax.dynamic_update_slice_in_dim(k_BMKH, k_BLKH, cache.length, axis=1)
-        v_BMKH = jax.lax.dynamic_update_slice_in_dim(v_BMKH, v_BLKH, cache.length, axis=1)
-        y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL)
-        x_BLD = x_BLD + ops.linear(y_BLNH, block.attention.o_NHD[...], num_in=2)
-        # All tokens are valid, also padding: it changes no other token, and its keys are overwritten.
-        y_BLD, _ = block.feed_forward(block.mlp_norm(x_BLD), jnp.ones(token_BL.shape, bool))
-        return x_BLD + y_BLD, (k_BMKH, v_BMKH)
+    def through(
+        definition: Any, x_BLD: Array, weights_and_state: tuple[Params, list[Any]]
+    ) -> tuple[Array, list[Any]]:
+        weights, states = weights_and_state
+        merged = nnx.merge(definition, weights)
+        blocks, new_states = (merged,) if isinstance(merged, Block) else merged, []
+        for block, state in zip(blocks, states, strict=True):
+            stream_BLD = x_BLD
+            if state is not None:
+                x_BLD, h_BLD = block.attention_input(x_BLD)
+                rotation = model.rotation(block, shared)
+                h_BLD, state = _extend_attention(block.attention, h_BLD, rotation, position_BL, state)
+                stream_BLD = block.add_attention(x_BLD, h_BLD)
+            if block.spec.feed_forward is not None:
+                stream_BLD, h_BLD = block.mlp_input(stream_BLD, x_BLD)
+                h_BLD, _ = block.feed_forward(h_BLD, ones_BL > 0)
+                stream_BLD = block.add_mlp(stream_BLD, h_BLD)
+            x_BLD = stream_BLD
+            new_states.append(state)
+        return x_BLD, new_states
 
-    x_BLD = ops.embedding_lookup(params["embed_VD"], token_BL)
-    x_BLD, (k_YBMKH, v_YBMKH) = jax.lax.scan(layer, x_BLD, (params["layers"], cache.k_YBMKH, cache.v_YBMKH))
+    x_BLD = model.embed(params, token_BL, _UNSHARDED)
+    new_layers: dict[str, Any] = {}
+    for path, blocks in (
+        ("first_layers", model.first),
+        ("layers", model.period),
+        ("last_layers", model.last),
+    ):
+        if not blocks:
+            continue
+        layer = functools.partial(through, nnx.split(getattr(model, path))[0])
+        state = params[path], cache.layers[path]
+        x_BLD, new_layers[path] = (
+            jax.lax.scan(layer, x_BLD, state) if path == "layers" else layer(x_BLD, state)
+        )
     # Logits of one position only: V floats instead of L * V.
     last_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, count - 1, 1, axis=1)
-    norm = nnx.merge(nnx.split(model.final_norm)[0], params["final_norm"])
+    last_B1D = model.normed(params, last_B1D, _UNSHARDED)
     kernel_DV = model.unembed(params, _UNSHARDED)
-    logits_BV = jnp.einsum("bd,dv->bv", norm(last_B1D)[:, 0], kernel_DV, preferred_element_type=jnp.float32)
-    return logits_BV, KVCache(k_YBMKH, v_YBMKH, cache.length + count)
+    logits_BV = jnp.einsum("bd,dv->bv", last_B1D[:, 0], kernel_DV, preferred_element_type=jnp.float32)
+    return logits_BV, KVCache(new_layers, cache.length + count)
+
+
+def _extend_attention(
+    attention: Attention,
+    x_BLD: Float[Array, "B L D"],
+    rotation: Rotation,
+    position_BL: Int[Array, "B L"],
+    state: tuple[Float[Array, "B M K H"], Float[Array, "B M K H"]],
+) -> tuple[Float[Array, "B L D"], tuple[Array, Array]]:
+    """Output of attention at the new positions, and all keys and values with theirs."""
+    q_BLNH, k_BLKH, v_BLKH, gate_BLNH = attention.project(x_BLD, rotation)
+    # Keys are rotated before they are stored: positions never change.
+    k_BMKH, v_BMKH = (
+        jax.lax.dynamic_update_slice_in_dim(kept, new, position_BL[0, 0], axis=1)
+        for kept, new in zip(state, (k_BLKH, v_BLKH), strict=True)
+    )
+    y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL, window=attention.spec.window)
+    return attention.project_out(y_BLNH, gate_BLNH), (k_BMKH, v_BMKH)
 
 
 def _attend(
@@ -150,6 +204,8 @@ def _attend(
     k_BMKH: Float[Array, "B M K H"],
     v_BMKH: Float[Array, "B M K H"],
     position_BL: Int[Array, "B L"],
+    *,
+    window: int | None,
 ) -> Float[Array, "B L N H"]:
     """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
     *batch_dims, heads, size = q_BLNH.shape
@@ -158,7 +214,10 @@ def _attend(
     s_BKGLM = (
         jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
     )
-    visible_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
+    distance_BLM = position_BL[:, :, None] - jnp.arange(k_BMKH.shape[1])[None, None, :]
+    visible_BLM = distance_BLM >= 0
+    if window is not None:
+        visible_BLM &= distance_BLM < window
     p_BKGLM = jax.nn.softmax(jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
     return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
 

@@ -23,9 +23,10 @@ from jtrain.model.expert_dispatch import (
     send_back,
     to_rows,
 )
-from jtrain.model.mlp import SwiGLU
-from jtrain.model.param import weight
+from jtrain.model.mlp import MLP, MLPSpec
+from jtrain.model.param import vector, weight
 from jtrain.model.router import MoESpec, RouterLosses, Routing, route
+from jtrain.model.sizes import ModelSizes
 
 
 class MoE(nnx.Module):
@@ -35,17 +36,23 @@ class MoE(nnx.Module):
     token is dropped.
     """
 
-    def __init__(self, *, d_model: int, d_ff: int, spec: MoESpec, layers: int) -> None:
-        experts, std = spec.num_experts, d_model**-0.5
+    def __init__(self, spec: MoESpec, sizes: ModelSizes, *, layers: int) -> None:
+        experts, d_model, std = spec.num_experts, sizes.d_model, sizes.d_model**-0.5
+        d_ff = spec.d_ff or sizes.d_ff
         self.spec = spec
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
+        if spec.correction_bias:
+            self.router_bias_X = vector("X", (experts,), ones=False, layers=layers)
         self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         # The same as a dense layer's: weights of a token's experts add up to one (less if not normalized).
-        out_std = (d_ff * 2 * layers) ** -0.5
+        out_std = sizes.branch_std(d_ff)
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
-        if spec.shared_experts:
-            self.shared = SwiGLU(d_model=d_model, d_ff=spec.shared_experts * d_ff, layers=layers)
+        if shared_d_ff := spec.shared_d_ff or spec.shared_experts * d_ff:
+            self.shared = MLP(MLPSpec(d_ff=shared_d_ff), sizes, layers=layers)
+        if spec.shared_gate:
+            # A vector of weights: too small to shard, and read in float32 as a router's logits are.
+            self.shared_gate_D = vector("D", (d_model,), ones=False, layers=layers)
 
     def route(
         self, x_BLD: Float[Array, "B _ D"], valid_BL: Bool[Array, "B _"], *, tensor: int, context: int
@@ -59,7 +66,8 @@ class MoE(nnx.Module):
             kernel_DX = self.router_DX[...]
             logits_BLX = jnp.einsum("bld,dx->blx", x_BLD, kernel_DX, preferred_element_type=jnp.float32)
             axes = tuple(axis for axis, size in (("context", context), ("tensor", tensor)) if size > 1)
-            routing, losses = route(logits_BLX, valid_BL, self.spec, axes=axes)
+            bias_X = self.router_bias_X[...] if self.spec.correction_bias else None
+            routing, losses = route(logits_BLX, valid_BL, self.spec, bias_X=bias_X, axes=axes)
             # Each device multiplies the rows of all positions with its part of F, so it needs their experts.
             if tensor > 1:
                 routing = jax.tree.map(lambda a: jax.lax.all_gather(a, "tensor", axis=1, tiled=True), routing)
@@ -92,10 +100,21 @@ class MoE(nnx.Module):
         with jax.named_scope("combine"):
             parts = zip(y_PDs, jnp.split(weight_TS, pieces), orders, strict=True)
             y_BLD = jnp.concatenate([from_rows(*part) for part in parts]).reshape(*rows, width)
-        if self.spec.shared_experts:
+        if hasattr(self, "shared"):
             with jax.named_scope("shared"):
-                y_BLD += self.shared(x_BLD)
+                y_BLD += self._gate_of_shared(x_BLD, self.shared(x_BLD))
         return y_BLD
+
+    def _gate_of_shared(
+        self, x_BLD: Float[Array, "B L D"], y_BLD: Float[Array, "B L D"]
+    ) -> Float[Array, "B L D"]:
+        """What shared experts add, times their gate if they have one."""
+        if not self.spec.shared_gate:
+            return y_BLD
+        gate_BL = jnp.einsum(
+            "bld,d->bl", x_BLD.astype(jnp.float32), self.shared_gate_D[...].astype(jnp.float32)
+        )
+        return y_BLD * jax.nn.sigmoid(gate_BL)[..., None].astype(y_BLD.dtype)
 
     def _exchange_and_multiply(
         self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int

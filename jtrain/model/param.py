@@ -36,9 +36,9 @@ def weight(
     return _param(dims, shape, layers, init="normal", std=std, top_k=top_k)
 
 
-def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[Any]:
-    """The scale of a norm, initialised to one."""
-    return _param(dims, shape, layers, init="ones", std=0.0)
+def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) -> nnx.Param[Any]:
+    """What multiplies or is added to activations, one number each: it begins at one, or else at zero."""
+    return _param(dims, shape, layers, init="ones" if ones else "zeros", std=0.0)
 
 
 def _param(
@@ -87,7 +87,7 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
             return jax.lax.map(
                 lambda y: init_param(info, seed=seed, dtype=dtype, layer=y), jnp.asarray(info.layer_order)
             )
-        if info.init == "ones" or not info.dims.startswith("Y"):
+        if info.init != "normal" or not info.dims.startswith("Y"):
             return init_param(info, seed=seed, dtype=dtype)
         # One layer at a time: the random words of a whole stack would take several times its own memory.
         return jax.lax.map(
@@ -105,8 +105,9 @@ def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = 
     parameters are made nor on their layout.
     """
     shape = info.shape if layer is None else info.shape[1:]
-    if info.init == "ones":
-        return _or_identity(info, layer, jnp.ones(shape, dtype))
+    if info.init != "normal":
+        constant = jnp.ones if info.init == "ones" else jnp.zeros
+        return _or_identity(info, layer, constant(shape, dtype))
     keys = jnp.asarray(_draw_keys(info, seed, layers=None if layer is None else info.shape[0]))
     return _or_identity(
         info, layer, (info.std * _normal(keys if layer is None else keys[layer], shape)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the frequency scaling of Llama 3.1 and later."""
+"""Rotary position embedding, with the frequency scalings of published models."""
 
 import dataclasses
 import math
@@ -6,6 +6,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from jtrain.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,25 +24,94 @@ class Llama3Scaling:
     high_freq_factor: float = 4.0
     original_seq_len: int = 8192
 
+    def scale(self, freq: np.ndarray, theta: float) -> np.ndarray:
+        """Scaled frequencies, float64."""
+        del theta
+        wavelengths_in_context = self.original_seq_len * freq / (2 * math.pi)
+        unscaled = (wavelengths_in_context - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        # 1: the wavelength is short and its frequency stays; 0: it is long and divided by `factor`.
+        unscaled = np.clip(unscaled, 0.0, 1.0)
+        return unscaled * freq + (1 - unscaled) * freq / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Divides all frequencies by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    factor: float
+
+    def scale(self, freq: np.ndarray, theta: float) -> np.ndarray:
+        """Scaled frequencies, float64."""
+        del theta
+        return freq / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071, section 3): divides low frequencies by `factor`, blended over a ramp of dims.
+
+    beta_fast, beta_slow: rotations over `original_seq_len` at which the ramp begins and ends.
+    truncate: True rounds the ends of the ramp to whole dims.
+    attention_factor: multiplies cosine and sine, and with them scores by its square; 1 where the model's
+      attention has a scale of its own.
+    """
+
+    factor: float
+    original_seq_len: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scale(self, freq: np.ndarray, theta: float) -> np.ndarray:
+        """Scaled frequencies, float64."""
+        dims = 2 * len(freq)
+
+        def dim_of(rotations: float) -> float:
+            # The dim whose angle makes so many rotations over the context of pretraining.
+            return dims * math.log(self.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        # An empty ramp would divide by zero.
+        ramp = np.clip((np.arange(len(freq)) - low) / (max(high - low, 0) or 0.001), 0.0, 1.0)
+        return freq / self.factor * ramp + freq * (1 - ramp)
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of base `theta` (arXiv:2104.09864), in the half-split layout of Llama checkpoints."""
+    """Rotary embedding of base `theta` (arXiv:2104.09864), in the half-split layout of Llama checkpoints.
+
+    scaling: of the frequencies, for contexts longer than in pretraining.
+    rotated_share: share of each head's dims that is rotated: its first ones.
+    """
 
     theta: float = 10_000.0
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    rotated_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rotated_share <= 1:
+            raise UserError(
+                f"rope.rotated_share={self.rotated_share} must be above 0 and at most 1. Set rope=None for "
+                "attention without positions."
+            )
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """Dims of a head that are rotated, in pairs."""
+        return int(head_dim * self.rotated_share) // 2 * 2
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angles per position, float32 [H / 2]."""
+        """Angles per position, float32 [R]."""
+        dims = self.rotated_dims(head_dim)
         # float64 until the last line, so that each frequency is rounded once.
-        freq = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        freq = self.theta ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
         if self.scaling is not None:
-            s = self.scaling
-            wavelengths_in_context = s.original_seq_len * freq / (2 * math.pi)
-            unscaled = (wavelengths_in_context - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-            # 1: the wavelength is short and its frequency stays; 0: it is long and divided by `factor`.
-            unscaled = np.clip(unscaled, 0.0, 1.0)
-            freq = unscaled * freq + (1 - unscaled) * freq / s.factor
+            freq = self.scaling.scale(freq, self.theta)
         return freq.astype(np.float32)
 
     def tables(
@@ -48,4 +119,7 @@ class RopeSpec:
     ) -> tuple[Float[Array, "B L R"], Float[Array, "B L R"]]:
         """Cosine and sine of every position's angles, float32."""
         angle = position_BL[..., None].astype(jnp.float32) * self.frequencies(head_dim)[None, None, :]
+        if isinstance(self.scaling, YarnScaling) and self.scaling.attention_factor != 1:
+            factor = self.scaling.attention_factor
+            return jnp.cos(angle) * factor, jnp.sin(angle) * factor
         return jnp.cos(angle), jnp.sin(angle)

@@ -5,7 +5,7 @@ and loss terms therefore exist once, and the router's gradient is the sum over a
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,26 @@ from jtrain.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts of hidden width `model.d_ff` that replaces every feed-forward layer.
+    """Mixture of experts: a feed-forward layer of which each token passes through a few parts.
 
     No token is ever dropped. Padding goes to no expert.
 
     num_experts: experts per layer, X.
-    top_k: experts per token: those with the highest logits.
+    top_k: experts per token: those with the highest scores.
+    d_ff: hidden width F of one expert; None takes `model.d_ff`.
     normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps
-      the softmax over all experts.
+      the scores.
     shared_experts: additional experts that every token uses (arXiv:2401.06066, section 3.2).
+    shared_d_ff: hidden width of the shared experts together; None takes `shared_experts` times F.
+    shared_gate: True multiplies what shared experts add by the sigmoid of a projection to one number
+      (Qwen2-MoE).
+    score: of an expert, from the router's logits: `softmax` over experts, or `sigmoid` of each
+      (arXiv:2412.19437, section 2.1.2).
+    correction_bias: True adds a learned number per expert to the scores that choose a token's experts, not to
+      their weights (arXiv:2408.15664).
+    num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score highest.
+    group_score: score of a group: the sum of its two best experts (DeepSeek-V3), or its best (DeepSeek-V2).
+    weight_scale: multiplies the weights of a token's experts.
     balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per
       sequence (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of
       microbatches. Per token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent
@@ -35,8 +46,17 @@ class MoESpec:
 
     num_experts: int
     top_k: int
+    d_ff: int | None = None
     normalize_top_k: bool = True
     shared_experts: int = 0
+    shared_d_ff: int | None = None
+    shared_gate: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best_two", "best"] = "best_two"
+    weight_scale: float = 1.0
     balance_loss: float = 1e-3
     router_z_loss: float = 0.0
 
@@ -50,6 +70,16 @@ class MoESpec:
             raise UserError(
                 f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. "
                 "Set one of the two."
+            )
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise UserError(
+                f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={self.num_experts}, "
+                f"and model.moe.top_groups={self.top_groups} be from 1 to num_groups. Set one of them."
+            )
+        if self.top_k > self.num_experts // self.num_groups * self.top_groups:
+            raise UserError(
+                f"model.moe.top_k={self.top_k} is more than the experts of model.moe.top_groups="
+                f"{self.top_groups} groups. Set one of the two."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:
@@ -86,6 +116,7 @@ def route(
     valid_BL: Bool[Array, "B L"],
     spec: MoESpec,
     *,
+    bias_X: Float[Array, " X"] | None = None,
     axes: tuple[str, ...] = (),
 ) -> tuple[Routing, RouterLosses]:
     """Experts, weights and losses from the router's logits.
@@ -93,14 +124,23 @@ def route(
     Args:
       logits_BLX: float32, at this device's positions.
       valid_BL: False for padding, which goes to no expert and counts in no loss.
+      bias_X: of `MoESpec.correction_bias`; it gets no gradient.
       axes: mesh axes over which sequences are split.
     """
-    p_BLX = jax.nn.softmax(logits_BLX, axis=-1)
+    softmax = spec.score == "softmax"
+    score_BLX = jax.nn.softmax(logits_BLX, axis=-1) if softmax else jax.nn.sigmoid(logits_BLX)
     # The k largest logits, not probabilities: distinct logits may round to equal probabilities.
-    _, expert_BLS = jax.lax.top_k(jax.lax.stop_gradient(logits_BLX), spec.top_k)
-    weight_BLS = jnp.take_along_axis(p_BLX, expert_BLS, axis=-1)
+    choice_BLX = jax.lax.stop_gradient(logits_BLX if softmax and bias_X is None else score_BLX)
+    if bias_X is not None:
+        choice_BLX += jax.lax.stop_gradient(bias_X.astype(jnp.float32))
+    _, expert_BLS = jax.lax.top_k(_of_best_groups(choice_BLX, spec), spec.top_k)
+    weight_BLS = jnp.take_along_axis(score_BLX, expert_BLS, axis=-1)
     if spec.normalize_top_k:
         weight_BLS /= jnp.sum(weight_BLS, axis=-1, keepdims=True)
+    if spec.weight_scale != 1:
+        weight_BLS *= spec.weight_scale
+    # The loss needs probabilities; sigmoids do not add up to one.
+    p_BLX = score_BLX if softmax else score_BLX / jnp.sum(score_BLX, axis=-1, keepdims=True)
     # int32, so that counts of long sequences are exact; they carry no gradient.
     chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
     chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
@@ -116,3 +156,15 @@ def route(
     # Last, so that indices above are valid: `num_experts` is out of range.
     expert_BLS = jnp.where(valid_BL[..., None], expert_BLS, spec.num_experts)
     return Routing(expert_BLS, weight_BLS), losses
+
+
+def _of_best_groups(choice_BLX: Float[Array, "B L X"], spec: MoESpec) -> Float[Array, "B L X"]:
+    """Scores of experts in a token's best groups, and minus infinity for all others."""
+    if spec.top_groups == spec.num_groups:
+        return choice_BLX
+    *rest, num_experts = choice_BLX.shape
+    group_BLGE = choice_BLX.reshape(*rest, spec.num_groups, num_experts // spec.num_groups)
+    best_BLGE, _ = jax.lax.top_k(group_BLGE, 2 if spec.group_score == "best_two" else 1)
+    _, chosen_BLS = jax.lax.top_k(jnp.sum(best_BLGE, axis=-1), spec.top_groups)
+    is_chosen_BLG = jnp.sum(jax.nn.one_hot(chosen_BLS, spec.num_groups, dtype=jnp.int32), axis=-2) > 0
+    return jnp.where(is_chosen_BLG[..., None], group_BLGE, -jnp.inf).reshape(choice_BLX.shape)

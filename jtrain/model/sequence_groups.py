@@ -25,7 +25,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jtrain.errors import UserError
 from jtrain.model import ops
+from jtrain.model.attention import Rotation
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
 
 GROUP_ORDER = "group_order"
@@ -33,11 +35,10 @@ GROUP_ORDER = "group_order"
 order."""
 
 
-def layer_in_groups(
+def block_in_groups(
     block: Any,
     x_BLD: Float[Array, "B _ D"],
-    cos_BLR: Float[Array, "B L R"],
-    sin_BLR: Float[Array, "B L R"],
+    rotation: Rotation,
     segment_BL: Int[Array, "B L"],
     *,
     groups: int,
@@ -47,15 +48,20 @@ def layer_in_groups(
     """Output of the layer at this device's positions, the same as of `block` for all sequences at once.
 
     Args:
-      block: a `transformer.Block` without experts.
+      block: a `block.Block` of attention with rotary positions and a dense feed-forward layer.
       groups: number of groups, at least 2; divides B.
+
+    Raises:
+      UserError: the block is of another kind.
     """
     assert groups > 1, "one group has no order"
     assert x_BLD.shape[0] % groups == 0, "check_batch refuses it"
+    _check_block(block.spec, groups)
+    assert rotation is not None, "checked"
     definition, weights = nnx.split(block)
     # A copy per group: gradients of shared weights would be added group by group, and rounded each time.
     blocks = [nnx.merge(definition, copy) for copy in _copies(weights, groups)]
-    split_inputs = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
+    split_inputs = [jnp.split(array, groups) for array in (x_BLD, *rotation, segment_BL)]
     zeros: list[Array] = []
 
     def scatter(y_BLD: Array) -> Array:
@@ -65,19 +71,40 @@ def layer_in_groups(
     after_attention: list[Array] = []
     for block_copy, x, cos, sin, segment in zip(blocks, *split_inputs, strict=True):
         with jax.named_scope("attention"):
-            x, h = block_copy.attention_norm.branch(x)
+            x, h = block_copy.attention_input(x)
             # The first group waits for nothing. The cosines are read by the rotation, inside a fusion.
             ordered = cos + zeros[-1].astype(cos.dtype) if zeros else cos
-            h = block_copy.attention(gather_sequence(h, tensor), ordered, sin, segment, TensorAxis(), context)
-            after_attention.append(checkpoint_name(x + scatter(h), "attention_out"))
+            h = gather_sequence(h, tensor)
+            h = block_copy.attention(h, (ordered, sin), segment, TensorAxis(), context)
+            after_attention.append(block_copy.add_attention(x, scatter(h)))
     outputs: list[Array] = []
     for block_copy, x in zip(blocks, after_attention, strict=True):
         with jax.named_scope("mlp"):
-            x, h = block_copy.mlp_norm.branch(x)
+            x, h = block_copy.mlp_input(x, x)
             # -2 and not -1: the product just before is still being scattered, and must not be waited for.
             h = gather_sequence(h + zeros[-2].astype(h.dtype), tensor)
-            outputs.append(x + scatter(block_copy.mlp(h, TensorAxis())))
+            outputs.append(block_copy.add_mlp(x, scatter(block_copy.mlp(h, TensorAxis()))))
     return jnp.concatenate(outputs)
+
+
+def _check_block(spec: Any, groups: int) -> None:
+    """Refuses blocks whose parts are not one attention and one dense layer after the other.
+
+    Biases of outputs would be added once for each device along `tensor`.
+    """
+    for conflict, applies in (
+        ("a block without attention", spec.mixer is None),
+        ("a block without a dense feed-forward layer", getattr(spec.feed_forward, "bias", None) is None),
+        ("attention without rotary positions", spec.mixer is not None and spec.mixer.rope is None),
+        ("bias=all of attention", spec.mixer is not None and spec.mixer.bias == "all"),
+        ("bias=True of a feed-forward layer", bool(getattr(spec.feed_forward, "bias", False))),
+        (f"norms={spec.norms}, whose branches do not follow each other", spec.in_parallel),
+    ):
+        if applies:
+            raise UserError(
+                f"layout.sequence_groups={groups} with {conflict} in model.pattern. Set "
+                "layout.sequence_groups=1."
+            )
 
 
 def _zero_after(y_BLD: Float[Array, "B L D"]) -> Float[Array, ""]:

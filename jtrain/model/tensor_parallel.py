@@ -66,3 +66,16 @@ def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
         return x_BL
     size = x_BL.shape[1] // tensor
     return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
+
+
+def local_part(vector_N: Float[Array, "N ..."], size: int) -> Float[Array, "_ ..."]:
+    """This device's `size` entries of what every device along `tensor` holds whole: those of its heads, or of
+    its part of F.
+
+    Its gradient is zero elsewhere, so that the sum over devices, as of any whole parameter, is that of all.
+    """
+    if vector_N.shape[0] == size:
+        return vector_N
+    # Several devices may share a key head: with 2 of them over 8 devices, devices 0 to 3 have the first.
+    start = jax.lax.axis_index("tensor") * vector_N.shape[0] // jax.lax.axis_size("tensor")
+    return jax.lax.dynamic_slice_in_dim(vector_N, start, size)

@@ -13,105 +13,55 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
-from jtrain.model.attention import Attention, AttentionSizes
+from jtrain.model.attention import AttentionSpec, Rotation
+from jtrain.model.block import Block, Blocks, BlockSpec
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
-from jtrain.model.mlp import SwiGLU
-from jtrain.model.moe import MoE
-from jtrain.model.norm import RMSNorm
+from jtrain.model.mlp import MLPSpec
+from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
-from jtrain.model.sequence_groups import layer_in_groups
-from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, local_sequence, scatter_sequence
+from jtrain.model.sequence_groups import block_in_groups
+from jtrain.model.sizes import ModelSizes
+from jtrain.model.tensor_parallel import TensorAxis, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
-
-class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; with `moe` the mlp has experts."""
-
-    def __init__(self, sizes: AttentionSizes, *, d_ff: int, moe: MoESpec | None, layers: int) -> None:
-        d_model, eps = sizes.d_model, sizes.norm_eps
-        self.attention_norm = RMSNorm("D", d_model, eps=eps, layers=layers)
-        self.attention = Attention(sizes, layers=layers)
-        self.mlp_norm = RMSNorm("D", d_model, eps=eps, layers=layers)
-        if moe is None:
-            self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
-        else:
-            self.mlp = MoE(d_model=d_model, d_ff=d_ff, spec=moe, layers=layers)
-
-    def __call__(
-        self,
-        x_BLD: Float[Array, "B _ D"],
-        cos_BLR: Float[Array, "B L R"],
-        sin_BLR: Float[Array, "B L R"],
-        segment_BL: Int[Array, "B L"],
-        *,
-        tensor: TensorAxis,
-        context: ops.RowSplit,
-        expert: int = 1,
-    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        with jax.named_scope("attention"):
-            x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
-            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, tensor, context)
-            # Where this is saved, the backward pass recomputes the mlp without attention.
-            x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
-        with jax.named_scope("mlp"):
-            # Segment 0 is padding. Segments are whole along `tensor`, the residual stream is not.
-            valid_BL = local_sequence(segment_BL, tensor.size) > 0
-            x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
-            h_BLD, losses = self.feed_forward(
-                h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert
-            )
-            return x_BLD + h_BLD, losses
-
-    def feed_forward(
-        self,
-        x_BLD: Float[Array, "B _ D"],
-        valid_BL: Bool[Array, "B _"],
-        *,
-        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
-        context: int = 1,
-        expert: int = 1,
-    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """Feed-forward output at this device's positions, and the router's losses (None for a dense layer).
-
-        Inside, the device computes its block of F at all positions along `tensor`.
-
-        Args:
-          valid_BL: at the same positions as x; False for padding, which goes to no expert.
-        """
-        if isinstance(self.mlp, SwiGLU):
-            # A dense mlp gathers and scatters inside its projections, where they can overlap with the
-            # matmuls.
-            return self.mlp(x_BLD, tensor), None
-        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
-        # Experts see all positions along `tensor`: each device multiplies with its part of F.
-        h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
-        return scatter_sequence(h_BLD, tensor.size), losses
+type SharedValues = tuple[tuple[tuple[Array, Array], ...], Array]
+"""Cosine and sine of each rotation of the model, and the documents' numbers."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Transformer(nnx.Module):
-    """Llama-style decoder: its sizes and modules, and pure functions of its parameters. Allocates nothing.
+    """Decoder: its sizes and modules, and pure functions of its parameters. Allocates nothing.
+
+    Layers are those of `first`, and then those of `pattern` again and again; the last repetition may end
+    early. Without a `pattern` all layers are alike: attention with `rope` and `qk_norm`, and a feed-forward
+    layer of width `d_ff`, or `moe`.
+
+    Example: 26 layers with a pattern of five blocks with a window and one without are four periods, which are
+    compiled once and looped over, and two blocks with a window.
 
     Args:
       num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
-      moe: mixture of experts of hidden width `d_ff` that replaces every feed-forward layer; None for a dense
-        model.
+      moe: mixture of experts that replaces every feed-forward layer; None for a dense model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.
       qk_norm: True normalises queries and keys per head (Qwen3).
+      pattern: the blocks that repeat, each with what `moe`, `rope` and `qk_norm` say otherwise.
+      first: blocks before the first of the pattern, as the dense ones of DeepSeek-V3.
+      norm: kind of all norms.
+      embedding_scale: multiplies embeddings (Gemma: sqrt(D)).
+      logit_scale: multiplies logits (Granite, Cohere).
       tie_embeddings: True if the unembedding is the transposed embedding.
       z_loss: coefficient of the squared log-partition in the training objective (arXiv:2204.02311, section
         5); the reported loss excludes it.
-      scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
+      scan_layers: compile one period and loop over it; False unrolls, which compiles longer.
       loss_chunk_tokens: tokens whose logits exist at a time; `auto` takes the chunk predicted to be fastest.
       attention_chunk: queries whose scores exist at a time.
     """
@@ -127,6 +77,11 @@ class Transformer(nnx.Module):
     rope: RopeSpec = RopeSpec()  # noqa: RUF009 - frozen
     norm_eps: float = 1e-5
     qk_norm: bool = False
+    pattern: tuple[BlockSpec, ...] = ()
+    first: tuple[BlockSpec, ...] = ()
+    norm: NormSpec = NormSpec()  # noqa: RUF009 - frozen
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     z_loss: float = 0.0
     scan_layers: bool = True
@@ -135,20 +90,20 @@ class Transformer(nnx.Module):
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        sizes = AttentionSizes(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            norm_eps=self.norm_eps,
-            qk_norm=self.qk_norm,
-            chunk=self.attention_chunk,
-        )
+        sizes = self.sizes
         # Logits of a normed hidden state then have variance 1 at the start.
         std = self.d_model**-0.5
         self.embed_VD = weight("VD", (self.vocab_size, self.d_model), std=std)
-        self.layers = Block(sizes, d_ff=self.d_ff, moe=self.moe, layers=self.num_layers)
-        self.final_norm = RMSNorm("D", self.d_model, eps=self.norm_eps)
+        period = self.period
+        if self.first:
+            self.first_layers = Blocks(self.first, sizes, self.norm, layers=0)
+        if len(period) == 1:
+            self.layers = Block(period[0], sizes, self.norm, layers=self.num_periods)
+        else:
+            self.layers = Blocks(period, sizes, self.norm, layers=self.num_periods)
+        if self.last:
+            self.last_layers = Blocks(self.last, sizes, self.norm, layers=0)
+        self.final_norm = Norm("D", self.d_model, spec=self.norm, eps=self.norm_eps)
         # A tied model has one table: its gradient is the sum of both uses.
         if not self.tie_embeddings:
             self.unembed_DV = weight("DV", (self.d_model, self.vocab_size), std=std)
@@ -161,26 +116,71 @@ class Transformer(nnx.Module):
             # A float from a config would fail much later, in a shape; True would be taken for 1.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"model.{field}={size} must be at least 1, as a whole number.")
-        if self.num_heads % self.num_kv_heads:
+        if self.pattern:
+            for field, unset in (("moe", None), ("rope", RopeSpec()), ("qk_norm", False)):
+                if (value := getattr(self, field)) != unset:
+                    raise UserError(
+                        f"model.{field}={value} with model.pattern, whose blocks have each their own. Set it in "
+                        f"the blocks, and model.{field}={unset}."
+                    )
+        elif self.first:
+            raise UserError("model.first without model.pattern: set model.pattern to the blocks after them.")
+        if self.num_periods < 1:
             raise UserError(
-                f"model.num_heads={self.num_heads} is not a multiple of "
-                f"model.num_kv_heads={self.num_kv_heads}: each key head serves the same number of query "
-                "heads. Set one of the two."
+                f"model.num_layers={self.num_layers} is fewer than the {len(self.first)} blocks of model.first "
+                f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
             )
-        if self.head_dim % 2:
-            raise UserError(
-                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of dimensions. "
-                "Set an even one."
-            )
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Sizes that blocks take where they have none of their own."""
+        return ModelSizes(
+            num_layers=self.num_layers,
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            d_ff=self.d_ff,
+            norm_eps=self.norm_eps,
+            attention_chunk=self.attention_chunk,
+        )
+
+    @property
+    def period(self) -> tuple[BlockSpec, ...]:
+        """Blocks that are compiled once and looped over."""
+        if self.pattern:
+            return self.pattern
+        attention = AttentionSpec(rope=self.rope, qk_norm="head" if self.qk_norm else "none")
+        return (BlockSpec(attention, MLPSpec() if self.moe is None else self.moe),)
+
+    @property
+    def num_periods(self) -> int:
+        """Iterations of the loop over layers; the number of layers where all are alike."""
+        return (self.num_layers - len(self.first)) // len(self.period)
+
+    @property
+    def last(self) -> tuple[BlockSpec, ...]:
+        """Blocks of the pattern after its last whole repetition."""
+        return self.period[: (self.num_layers - len(self.first)) % len(self.period)]
+
+    @property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Every layer, in order."""
+        return self.first + self.period * self.num_periods + self.last
+
+    @property
+    def router(self) -> MoESpec | None:
+        """Mixture of experts of this model, whose coefficients its losses have; None for a dense model."""
+        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, MoESpec)), None)
+
+    @property
+    def num_routers(self) -> int:
+        """Layers with a mixture of experts."""
+        return sum(isinstance(block.feed_forward, MoESpec) for block in self.blocks)
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         """Every parameter, sorted by path."""
         return param_infos(self)
-
-    @property
-    def active_d_ff(self) -> int:
-        """Hidden width of the feed-forward layers that one token passes through, summed over its experts."""
-        return self.d_ff if self.moe is None else self.d_ff * (self.moe.top_k + self.moe.shared_experts)
 
     def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
         """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype.
@@ -195,21 +195,30 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
         x_BLD = self.embed(params, batch.token_BL, placement)
-        x_BLD, losses = self.through_layers(params["layers"], x_BLD, batch, placement)
+        x_BLD, losses = self.through_layers(params, x_BLD, batch, placement)
         return self.normed(params, x_BLD, placement), losses
 
     def through_layers(
-        self, weights: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
+        self, params: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Residual stream after all layers, and the sum of their router losses (None if dense)."""
         # Unrolled layers are one iteration of the same scan: one path for both.
-        layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
+        layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_periods
         shared = self.shared(batch)
         with jax.named_scope("layers"):
-            losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            return scan_layers(
-                layer, (x_BLD, losses), weights, shared, unroll=unroll, offload=placement.offload
+            carry = x_BLD, None if self.router is None else RouterLosses(*jnp.zeros((2,)))
+            if self.first:
+                carry = self._single(self.first_layers, "first_layers", placement)(
+                    carry, params["first_layers"], shared
+                )
+            carry = scan_layers(
+                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
             )
+            if self.last:
+                carry = self._single(self.last_layers, "last_layers", placement)(
+                    carry, params["last_layers"], shared
+                )
+            return carry
 
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
@@ -218,38 +227,77 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             # The table's columns are split: each device looks up its own, and none gathers the table.
             if placement.lookup is not None:
-                return _embed(params["embed_VD"], token_BL, placement, placement.lookup)
-            return _embed(
-                placement.fetch("embed_VD", params["embed_VD"]), token_BL, placement, ops.embedding_lookup
-            )
+                x_BLD = _embed(params["embed_VD"], token_BL, placement, placement.lookup)
+            else:
+                table_VD = placement.fetch("embed_VD", params["embed_VD"])
+                x_BLD = _embed(table_VD, token_BL, placement, ops.embedding_lookup)
+            return x_BLD if self.embedding_scale == 1 else x_BLD * self.embedding_scale
 
-    def shared(self, batch: Batch) -> tuple[Array, Array, Array]:
+    @property
+    def _rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """The different rotations of the layers: rope, and size of the heads."""
+        specs = (b.mixer for b in (*self.first, *self.period) if b.mixer is not None)
+        used = ((spec.rope, spec.head_dim or self.head_dim) for spec in specs if spec.rope is not None)
+        return tuple(dict.fromkeys(used))
+
+    def shared(self, batch: Batch) -> "SharedValues":
         """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
         with jax.named_scope("rope"):
-            # Once per microbatch and outside the loop: all layers rotate alike.
-            return *self.rope.tables(batch.position_BL, self.head_dim), batch.segment_BL
+            # Once per microbatch and outside the loop: layers with the same rope rotate alike.
+            tables = tuple(rope.tables(batch.position_BL, size) for rope, size in self._rotations)
+            return tables, batch.segment_BL
+
+    def rotation(self, block: Block, shared: "SharedValues") -> Rotation:
+        """Cosine and sine that a block reads."""
+        mixer = block.spec.mixer
+        if mixer is None or mixer.rope is None:
+            return None
+        return shared[0][self._rotations.index((mixer.rope, mixer.head_dim or self.head_dim))]
 
     def layer(self, placement: Placement) -> Layer:
-        """One layer as a function of (residual stream, router losses so far), its weights, and `shared`."""
+        """One period as a function of (residual stream, router losses so far), its weights, and `shared`."""
+        return checkpoint_layer(
+            self._run(self.layers, "layers", placement), placement, scanned=self.scan_layers
+        )
+
+    def _single(self, blocks: Blocks, path: str, placement: Placement) -> Layer:
+        """Blocks outside of the loop, as `layer`; what they keep stays on the device."""
+        placement = dataclasses.replace(placement, offload=())
+        return checkpoint_layer(self._run(blocks, path, placement), placement, scanned=False)
+
+    def _run(self, blocks: Block | Blocks, path: str, placement: Placement) -> Layer:
+        """`layer` of any blocks."""
         # The structure without values: weights of a layer are merged in while it is traced.
-        block_def, _ = nnx.split(self.layers)
+        definition, _ = nnx.split(blocks)
         axis = TensorAxis(placement.tensor, placement.tensor_overlap)
 
-        def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
+        def run(carry: LayerCarry, weights: Params, shared: "SharedValues") -> LayerCarry:
             x_BLD, losses_so_far = carry
-            block = nnx.merge(block_def, placement.fetch("layers", weights))
+            merged = nnx.merge(definition, placement.fetch(path, weights))
             # See `Placement.on_torus`: without it every layer transposes the residual stream.
             x_BLD = row_major(x_BLD) if placement.on_torus else x_BLD
-            if (groups := placement.sequence_groups) > 1:
-                group_options: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
-                return layer_in_groups(block, x_BLD, *shared, **group_options), losses_so_far
-            x_BLD, losses = block(
-                x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert
-            )
-            # Summed in the carry, so that a scan stacks nothing; None for a dense model adds to None.
-            return x_BLD, jax.tree.map(jnp.add, losses_so_far, losses)
+            for block in (merged,) if isinstance(merged, Block) else merged:
+                rotation = self.rotation(block, shared)
+                if (groups := placement.sequence_groups) > 1:
+                    group_options: Any = dict(
+                        groups=groups, tensor=placement.tensor, context=placement.context
+                    )
+                    x_BLD = block_in_groups(block, x_BLD, rotation, shared[1], **group_options)
+                    continue
+                x_BLD, losses = block(
+                    x_BLD,
+                    rotation,
+                    shared[1],
+                    tensor=axis,
+                    context=placement.context,
+                    expert=placement.expert,
+                )
+                # Summed in the carry, so that a scan stacks nothing.
+                if losses is not None:
+                    losses_so_far = jax.tree.map(jnp.add, losses_so_far, losses)
+            return x_BLD, losses_so_far
 
-        return checkpoint_layer(layer, placement, scanned=self.scan_layers)
+        return run
 
     def normed(
         self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement
@@ -259,7 +307,9 @@ class Transformer(nnx.Module):
             norm = nnx.merge(
                 nnx.split(self.final_norm)[0], placement.fetch("final_norm", params["final_norm"])
             )
-            return norm(x_BLD)
+            x_BLD = norm(x_BLD)
+            # Logits are linear in it.
+            return x_BLD if self.logit_scale == 1 else x_BLD * self.logit_scale
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
         """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
@@ -278,11 +328,11 @@ class Transformer(nnx.Module):
         """
         x_BLD, losses = self._forward(params, batch, placement)
         total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement)
-        if self.moe is None or losses is None:
+        if self.router is None or losses is None:
             return total, nats
-        router_loss = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
+        router_loss = self.router.balance_loss * losses.balance + self.router.router_z_loss * losses.z
         # The router losses are means over layers, so a coefficient means the same at any depth.
-        return total + router_loss / self.num_layers, nats
+        return total + router_loss / self.num_routers, nats
 
     def cross_entropy(
         self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement

@@ -42,10 +42,8 @@ def chunks_of(
     # -1 in the order is an identity layer; row p has the places of worker p.
     real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
     router = None
-    if model.moe is not None:
-        loss_weights_2 = (
-            jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
-        )
+    if (spec := model.router) is not None:
+        loss_weights_2 = jnp.stack([spec.balance_loss * unit, spec.router_z_loss * unit]) / model.num_routers
         # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
         router = RouterLosses(*loss_weights_2)
     split_paths = frozenset[str]()

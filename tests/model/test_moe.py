@@ -24,14 +24,25 @@ from jtrain.model.expert_dispatch import (
 from jtrain.model.moe import ExpertWeight, MoE
 from jtrain.model.param import map_params, param_infos
 from jtrain.model.router import MoESpec, route
+from jtrain.model.sizes import ModelSizes
 
 SPEC = MoESpec(num_experts=6, top_k=2)
 WIDTH, HIDDEN = 16, 24
+SIZES = ModelSizes(
+    num_layers=1,
+    d_model=WIDTH,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    d_ff=HIDDEN,
+    norm_eps=1e-5,
+    attention_chunk=8,
+)
 
 
 def layer_of(spec: MoESpec) -> tuple[Any, Any]:
     """Forward function and parameters of one layer."""
-    module = MoE(d_model=WIDTH, d_ff=HIDDEN, spec=spec, layers=1)
+    module = MoE(spec, SIZES, layers=1)
     rng = np.random.default_rng(0)
     # Larger than a fresh model's: choices are clear, and float32 and float64 make the same ones.
     params = map_params(
@@ -281,7 +292,7 @@ def test_a_mixture_that_cannot_be_is_refused(fields: dict[str, Any], message: st
 
 def over_experts(spec: MoESpec, params: Any, x: Any, dy: Any, valid: Any) -> Any:
     """Output, gradients of parameters and of x of one layer whose experts are split over four devices."""
-    module = MoE(d_model=WIDTH, d_ff=HIDDEN, spec=spec, layers=1)
+    module = MoE(spec, SIZES, layers=1)
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("expert",))
     specs = jax.tree.map(lambda a: P("expert") if a.ndim == 3 else P(), params)
 

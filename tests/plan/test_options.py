@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jtrain.layout.layout import Layout, LayoutSpec, OffloadSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
-from jtrain.model.transformer import Block, Transformer
+from jtrain.model.block import Block
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.memory_passes import MemoryPasses, memory_passes

@@ -22,11 +22,12 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import AXES, MeshSpec, local_shape
 from jtrain.layout.offload_spec import OffloadSpec
+from jtrain.model.block import Block
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names, named_bytes, offloaded_names
-from jtrain.model.transformer import Block, Transformer
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token

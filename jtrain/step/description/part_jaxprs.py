@@ -112,7 +112,7 @@ def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
 
         def forward(trained: Params, probes: Any, x_BLD: Any) -> Any:
             weights = weights_of(layout, trained, params, scaling, probes, unit, sums)
-            x_BLD, losses = model.through_layers(weights["layers"], x_BLD, batch, placement_of(layout))
+            x_BLD, losses = model.through_layers(weights, x_BLD, batch, placement_of(layout))
             return x_BLD, losses
 
         (y_BLD, losses), vjp = jax.vjp(forward, differentiated, amax_probes(scaling), x_BLD)

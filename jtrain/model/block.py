@@ -1,0 +1,176 @@
+"""One layer of a decoder: a mixer of positions and a feed-forward layer, each the branch of a residual stream."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jtrain.model import ops
+from jtrain.model.attention import Attention, AttentionSpec, Rotation
+from jtrain.model.mlp import MLP, MLPSpec
+from jtrain.model.moe import MoE
+from jtrain.model.norm import Norm, NormSpec
+from jtrain.model.router import MoESpec, RouterLosses
+from jtrain.model.sizes import ModelSizes
+from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, local_sequence, scatter_sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """One layer.
+
+    mixer: what mixes positions; None for a layer without.
+    feed_forward: dense, or a mixture of experts; None for a layer without.
+    norms: of what is normalised: `before` each branch its input, `after` its output (OLMo 2), `sandwich` both
+      (Gemma 2); `parallel` computes both branches from the same residual stream, each with a norm of its own
+      (GPT-NeoX), `parallel_shared` with one norm for both (Cohere).
+    residual_scale: multiplies what each branch adds (Granite).
+    """
+
+    mixer: AttentionSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
+    feed_forward: MLPSpec | MoESpec | None = MLPSpec()  # noqa: RUF009 - frozen
+    norms: Literal["before", "after", "sandwich", "parallel", "parallel_shared"] = "before"
+    residual_scale: float = 1.0
+
+    @property
+    def in_parallel(self) -> bool:
+        """True if both branches start from the same residual stream."""
+        return self.norms.startswith("parallel")
+
+
+class Block(nnx.Module):
+    """The layer of a `BlockSpec`: `x + attention(norm(x))`, then `x + mlp(norm(x))`, unless it says otherwise."""
+
+    def __init__(self, spec: BlockSpec, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> None:
+        def branch_norm() -> Norm:
+            return Norm("D", sizes.d_model, spec=norm, eps=sizes.norm_eps, layers=layers)
+
+        if spec.mixer is not None:
+            if spec.norms != "after":
+                self.attention_norm = branch_norm()
+            if spec.norms in ("after", "sandwich"):
+                self.attention_post_norm = branch_norm()
+            self.attention = Attention(spec.mixer, sizes, norm, layers=layers)
+        if spec.feed_forward is not None:
+            if spec.norms not in ("after", "parallel_shared"):
+                self.mlp_norm = branch_norm()
+            if spec.norms in ("after", "sandwich"):
+                self.mlp_post_norm = branch_norm()
+            if isinstance(spec.feed_forward, MoESpec):
+                self.mlp = MoE(spec.feed_forward, sizes, layers=layers)
+            else:
+                self.mlp = MLP(spec.feed_forward, sizes, layers=layers)
+        self.spec = spec
+
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        rotation: Rotation,
+        segment_BL: Int[Array, "B L"],
+        *,
+        tensor: TensorAxis,
+        context: ops.RowSplit,
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """Residual stream after the layer, and the router's losses (None for a dense layer)."""
+        losses, stream_BLD = None, x_BLD
+        if self.spec.mixer is not None:
+            with jax.named_scope("attention"):
+                x_BLD, h_BLD = self.attention_input(x_BLD)
+                h_BLD = self.attention(h_BLD, rotation, segment_BL, tensor, context)
+                stream_BLD = self.add_attention(x_BLD, h_BLD)
+        if self.spec.feed_forward is not None:
+            with jax.named_scope("mlp"):
+                # Segment 0 is padding. Segments are whole along `tensor`, the residual stream is not.
+                valid_BL = local_sequence(segment_BL, tensor.size) > 0
+                stream_BLD, h_BLD = self.mlp_input(stream_BLD, x_BLD)
+                h_BLD, losses = self.feed_forward(
+                    h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert
+                )
+                stream_BLD = self.add_mlp(stream_BLD, h_BLD)
+        return stream_BLD, losses
+
+    def attention_input(
+        self, x_BLD: Float[Array, "B _ D"]
+    ) -> tuple[Float[Array, "B _ D"], Float[Array, "B _ D"]]:
+        """The residual stream, and the input of the mixer."""
+        return self.attention_norm.branch(x_BLD) if self.spec.norms != "after" else (x_BLD, x_BLD)
+
+    def add_attention(
+        self, x_BLD: Float[Array, "B _ D"], h_BLD: Float[Array, "B _ D"]
+    ) -> Float[Array, "B _ D"]:
+        """The residual stream with the mixer's output."""
+        if self.spec.norms in ("after", "sandwich"):
+            h_BLD = self.attention_post_norm(h_BLD)
+        # Where this is saved, the backward pass recomputes the mlp without attention.
+        return checkpoint_name(x_BLD + self._scaled(h_BLD), "attention_out")
+
+    def mlp_input(
+        self, stream_BLD: Float[Array, "B _ D"], before_BLD: Float[Array, "B _ D"]
+    ) -> tuple[Float[Array, "B _ D"], Float[Array, "B _ D"]]:
+        """The residual stream, and the input of the feed-forward layer.
+
+        Args:
+          before_BLD: the residual stream before the mixer, from which parallel branches start.
+        """
+        match self.spec.norms:
+            case "after":
+                return stream_BLD, stream_BLD
+            case "parallel":
+                return stream_BLD, self.mlp_norm(before_BLD)
+            case "parallel_shared":
+                return stream_BLD, self.attention_norm(before_BLD)
+            case _:
+                return self.mlp_norm.branch(stream_BLD)
+
+    def add_mlp(self, x_BLD: Float[Array, "B _ D"], h_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+        """The residual stream with the feed-forward layer's output."""
+        if self.spec.norms in ("after", "sandwich"):
+            h_BLD = self.mlp_post_norm(h_BLD)
+        return x_BLD + self._scaled(h_BLD)
+
+    def _scaled(self, h_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+        return h_BLD if self.spec.residual_scale == 1 else h_BLD * self.spec.residual_scale
+
+    def feed_forward(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        valid_BL: Bool[Array, "B _"],
+        *,
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        context: int = 1,
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """Feed-forward output at this device's positions, and the router's losses (None for a dense layer).
+
+        Inside, the device computes its block of F at all positions along `tensor`.
+
+        Args:
+          valid_BL: at the same positions as x; False for padding, which goes to no expert.
+        """
+        if isinstance(self.mlp, MLP):
+            # A dense mlp gathers and scatters inside its projections, where they can overlap with the
+            # matmuls.
+            return self.mlp(x_BLD, tensor), None
+        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
+        # Experts see all positions along `tensor`: each device multiplies with its part of F.
+        h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
+        return scatter_sequence(h_BLD, tensor.size), losses
+
+
+class Blocks(nnx.Module):
+    """Several layers, one after another: `block_0`, `block_1` ..."""
+
+    def __init__(
+        self, specs: tuple[BlockSpec, ...], sizes: ModelSizes, norm: NormSpec, *, layers: int
+    ) -> None:
+        for index, spec in enumerate(specs):
+            setattr(self, f"block_{index}", Block(spec, sizes, norm, layers=layers))
+        self.count = len(specs)
+
+    def __iter__(self) -> Iterator[Block]:
+        return (getattr(self, f"block_{index}") for index in range(self.count))
