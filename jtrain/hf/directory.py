@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jtrain.errors import FileError, UserError
-from jtrain.hf.mapping import DTYPES, slots, to_hf
+from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.runtime.atomic_io import replacing
@@ -156,13 +157,13 @@ def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> lis
     """Splits tensor names over files, in order. A tensor larger than the limit gets a file of its own."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
-    for slot in slots(model):
-        size = int(np.prod(slot.shape)) * DTYPES[dtype].itemsize
+    for name, parts in tensors_of(model).items():
+        size = math.prod(parts[0].shape) * DTYPES[dtype].itemsize
         # A file that is still empty takes any tensor, however large.
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append(slot.name)
+        shards[-1].append(name)
         room -= size
     return shards
 

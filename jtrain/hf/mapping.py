@@ -1,12 +1,14 @@
-"""Mapping between Hugging Face tensors and jtrain parameters: one table, and two pure functions that apply
-it.
+"""Mapping between Hugging Face tensors and jtrain parameters: two pure functions that apply a family's table of
+names.
 
-Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer. jtrain
-stores inputs first, with a separate head dimension and stacked layers. Both use the half-split rotary layout,
-so nothing is interleaved.
+Hugging Face stores most linear layers as [outputs, inputs] with heads flattened, one tensor per layer. jtrain
+stores inputs first, with a separate head dimension, layers that repeat stacked, and heads in the half-split
+rotary layout.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from jtrain.errors import UserError, first_few
+from jtrain.hf.model_config import family_of
 from jtrain.layout.dims import ParamInfo
+from jtrain.model.families.family import Family, Tensor
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
 
@@ -24,98 +28,144 @@ DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("float32"), "bfloat16": 
 READABLE = (*DTYPES.values(), np.dtype("float16"))
 """Dtypes that an import reads; float32 represents all of them exactly."""
 
-TABLE = {
-    "embed_VD": ("model.embed_tokens.weight", "V D"),
-    "layers.attention_norm.scale_D": ("model.layers.{y}.input_layernorm.weight", "D"),
-    "layers.attention.q_DNH": ("model.layers.{y}.self_attn.q_proj.weight", "NH D"),
-    "layers.attention.k_DKH": ("model.layers.{y}.self_attn.k_proj.weight", "KH D"),
-    "layers.attention.v_DKH": ("model.layers.{y}.self_attn.v_proj.weight", "KH D"),
-    "layers.attention.o_NHD": ("model.layers.{y}.self_attn.o_proj.weight", "D NH"),
-    "layers.attention.q_norm.scale_H": ("model.layers.{y}.self_attn.q_norm.weight", "H"),
-    "layers.attention.k_norm.scale_H": ("model.layers.{y}.self_attn.k_norm.weight", "H"),
-    "layers.mlp_norm.scale_D": ("model.layers.{y}.post_attention_layernorm.weight", "D"),
-    "layers.mlp.gate_DF": ("model.layers.{y}.mlp.gate_proj.weight", "F D"),
-    "layers.mlp.up_DF": ("model.layers.{y}.mlp.up_proj.weight", "F D"),
-    "layers.mlp.down_FD": ("model.layers.{y}.mlp.down_proj.weight", "D F"),
-    "layers.mlp.router_DX": ("model.layers.{y}.mlp.gate.weight", "X D"),
-    "layers.mlp.gate_XDF": ("model.layers.{y}.mlp.experts.{x}.gate_proj.weight", "F D"),
-    "layers.mlp.up_XDF": ("model.layers.{y}.mlp.experts.{x}.up_proj.weight", "F D"),
-    "layers.mlp.down_XFD": ("model.layers.{y}.mlp.experts.{x}.down_proj.weight", "D F"),
-    "final_norm.scale_D": ("model.norm.weight", "D"),
-    "unembed_DV": ("lm_head.weight", "V D"),
-}
-"""Path of a jtrain parameter -> (Hugging Face name, Hugging Face dimensions).
-
-Dimensions are letters in the order of the Hugging Face tensor; letters written together are one flattened
-dimension. A name contains the index of the layer, y, and of the expert, x, where jtrain stacks layers and
-experts.
-"""
-
-_TIED_HEAD = "lm_head.weight"
 _DERIVED = "rotary_emb.inv_freq"
 """Suffix of a buffer in old exports, which follows from config.json; transformers ignores it too."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """Hugging Face tensor, and the part of a jtrain parameter that it holds.
+class Part:
+    """One layer or expert of a jtrain parameter, and the part of a Hugging Face tensor that holds it.
 
-    index: indices into the stacked dimensions (layer, expert) that the parameter has.
-    shape: shape of the Hugging Face tensor.
+    index: indices into the stacked dimensions (period, expert) that the parameter has.
+    sizes: size of each letter of the tensor's dimensions.
+    rotated: dims of a head that are rotated.
     """
 
-    name: str
-    shape: tuple[int, ...]
     info: ParamInfo
     index: tuple[int, ...]
-    _their_dims: str
+    tensor: Tensor
+    sizes: Mapping[str, int]
+    rotated: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole Hugging Face tensor."""
+        groups = self.tensor.dims.replace("I", "H").split()
+        return tuple(sum(self._length(term) for term in group.split("+")) for group in groups)
+
+    def write(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """Writes one layer or expert into its part of their tensor."""
+        self.view(theirs)[...] = ours if self._order is None else ours[self._order]
+
+    def read(self, theirs: np.ndarray) -> np.ndarray:
+        """One layer or expert from their tensor, in our dimensions; a view where nothing is reordered."""
+        view = self.view(theirs)
+        if self._order is None:
+            return view
+        ours = np.empty_like(view)
+        ours[self._order] = view
+        return ours
+
+    @functools.cached_property
     def _our_dims(self) -> str:
         # The stacked dimensions come first, so what follows them is one layer's or expert's.
         return self.info.dims[len(self.index) :]
 
-    @property
-    def _permutation(self) -> list[int]:
-        return [self._our_dims.index(letter) for letter in self._their_dims.replace(" ", "")]
+    @functools.cached_property
+    def _order(self) -> tuple[Any, ...] | None:
+        """Index that puts our dims of a head, halves of pairs apart, into theirs, pairs side by side."""
+        if "I" not in self.tensor.dims:
+            return None
+        pairs = np.arange(self.rotated).reshape(2, -1).T.reshape(-1)
+        order = np.concatenate([pairs, np.arange(self.rotated, self.sizes["H"])])
+        return tuple(order if letter == "H" else slice(None) for letter in self._our_dims)
 
-    def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Converts the jtrain array of one layer or expert to the Hugging Face form; contiguous."""
-        return np.ascontiguousarray(np.transpose(ours, self._permutation).reshape(self.shape))
+    def view(self, theirs: np.ndarray) -> np.ndarray:
+        """Our part of their tensor, with our dimensions in our order."""
+        index: list[Any] = []
+        expanded: list[int] = []
+        letters = ""
+        for axis, group in enumerate(self.tensor.dims.replace("I", "H").split()):
+            terms = group.split("+")
+            if len(terms) > 1:
+                ends = np.cumsum([self._length(term) for term in terms])
+                start = ends[self.tensor.part] - self._length(terms[self.tensor.part])
+                theirs = theirs[(slice(None),) * axis + (slice(start, ends[self.tensor.part]),)]
+                group = terms[self.tensor.part]
+            for letter in group:
+                expanded.append(int(letter) if letter.isdigit() else self.sizes[letter])
+                index.append(self.tensor.part if letter.isdigit() else slice(None))
+                letters += "" if letter.isdigit() else letter
+        view = theirs.reshape(expanded)[tuple(index)]
+        return np.transpose(view, [letters.index(letter) for letter in self._our_dims])
 
-    def to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        """Inverse of `to_theirs`, as a view."""
-        permutation = self._permutation
-        shape = self.info.shape[len(self.index) :]
-        # The inverse of a permutation is its argsort.
-        return np.transpose(theirs.reshape([shape[i] for i in permutation]), np.argsort(permutation))
-
-
-def slots(model: Transformer) -> list[Slot]:
-    """All Hugging Face tensors of a model, layer by layer, in the order of a forward pass."""
-    infos = {info.path: info for info in model.param_infos()}
-    # A parameter that is not in the table would be missing in every export.
-    assert set(infos) <= set(TABLE), "a parameter that the table does not know"
-    first_paths = [path for path in TABLE if path in infos and path.startswith("embed")]
-    stacked = [path for path in TABLE if path in infos and infos[path].dims.startswith("Y")]
-    last_paths = [path for path in TABLE if path in infos and path not in first_paths and path not in stacked]
-    ordered_slots = [_slot(infos[path], ()) for path in first_paths]
-    for y in range(model.num_layers):
-        for path in stacked:
-            # With experts, a Hugging Face file has one tensor per expert, jtrain one per layer.
-            experts = range(infos[path].shape[1]) if infos[path].is_experts else None
-            ordered_slots += [_slot(infos[path], (y,) if x is None else (y, x)) for x in experts or (None,)]
-    return ordered_slots + [_slot(infos[path], ()) for path in last_paths]
-
-
-def _slot(info: ParamInfo, index: tuple[int, ...]) -> Slot:
-    name, dims = TABLE[info.path]
-    size = dict(zip(info.dims, info.shape, strict=True))
-    shape = tuple(int(np.prod([size[letter] for letter in group])) for group in dims.split())
-    return Slot(name.format(**dict(zip("yx", index, strict=False))), shape, info, index, dims)
+    def _length(self, term: str) -> int:
+        return math.prod(int(letter) if letter.isdigit() else self.sizes[letter] for letter in term)
 
 
-def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, list[Part]]:
+    """Hugging Face tensors of a model, layer by layer in the order of a forward pass, and what each holds.
+
+    Args:
+      family: whose names the tensors have; None for the one that describes the model.
+    """
+    family = family or family_of(model)
+    places = {path: place for place, path in enumerate(family.names)}
+    tensors: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+    infos = model.param_infos()
+    sizes_by_block: dict[str, dict[str, int]] = {}
+    for info in infos:
+        sizes_by_block.setdefault(_block_of(info.path)[0], {}).update(zip(info.dims, info.shape, strict=True))
+    for info in infos:
+        block, path = _block_of(info.path)
+        # A parameter that is not in the table would be missing in every export.
+        assert path in family.names, f"{family.model_type} has no name for {path}"
+        tensor = family.names[path]
+        sizes = sizes_by_block[block] | dict(zip(info.dims, info.shape, strict=True))
+        for period in range(info.shape[0]) if info.is_stacked else (None,):
+            y = 0 if not block else _layer(model, block, period or 0)
+            mixer = model.blocks[y].mixer if block else None
+            rotated = mixer.rope.rotated_dims(sizes["H"]) if mixer and mixer.rope and "H" in sizes else 0
+            stacked = () if period is None else (period,)
+            # With experts, most Hugging Face files have one tensor per expert, jtrain one per layer.
+            experts = range(info.shape[info.dims.index("X")]) if "{x}" in tensor.name else (None,)
+            for x in experts:
+                index = stacked if x is None else (*stacked, x)
+                part = Part(info, index, tensor, sizes, rotated)
+                # Ends come before or after the layers, as the table has them.
+                order = (
+                    (1, y, places[path], x or 0)
+                    if block
+                    else (0 if path.startswith("embed") else 2, 0, places[path], 0)
+                )
+                tensors.setdefault(tensor.name.format(y=y, x=x), (order, []))[1].append(part)
+    return {name: parts for name, (_, parts) in sorted(tensors.items(), key=lambda item: item[1][0])}
+
+
+def _block_of(path: str) -> tuple[str, str]:
+    """Path of the block that a parameter belongs to, empty for none, and its path below that."""
+    head, _, below = path.partition(".")
+    if head not in ("layers", "first_layers", "last_layers"):
+        return "", path
+    if not below.startswith("block_"):
+        return head, below
+    block, _, below = below.partition(".")
+    return f"{head}.{block}", below
+
+
+def _layer(model: Transformer, block: str, period: int) -> int:
+    """Number of a layer from the path of its block, and the period that it is in."""
+    head, _, name = block.partition(".")
+    place = int(name.removeprefix("block_") or 0)
+    if head == "first_layers":
+        return place
+    period = model.num_periods if head == "last_layers" else period
+    return len(model.first) + period * len(model.period) + place
+
+
+def to_hf(
+    params: Params, model: Transformer, *, dtype: str, family: Family | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields Hugging Face tensors one at a time, so that memory holds the parameters and one tensor.
 
     Args:
@@ -127,16 +177,23 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
-    for slot in slots(model):
-        leaf: Any = params
-        for key in slot.info.path.split("."):
-            leaf = leaf[key]
-        ours = np.asarray(leaf[slot.index] if slot.index else leaf)
-        yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
+    for name, parts in tensors_of(model, family).items():
+        theirs = np.empty(parts[0].shape, DTYPES[dtype])
+        for part in parts:
+            leaf: Any = params
+            for key in part.info.path.split("."):
+                leaf = leaf[key]
+            ours = np.asarray(leaf[part.index] if part.index else leaf)
+            part.write(ours.astype(DTYPES[dtype], copy=False), theirs)
+        yield name, theirs
 
 
 def from_hf(
-    tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, *, dtype: str | None = None
+    tensors: Mapping[str, Callable[[], np.ndarray]],
+    model: Transformer,
+    *,
+    dtype: str | None = None,
+    family: Family | None = None,
 ) -> Params:
     """Converts Hugging Face tensors to jtrain parameters as numpy arrays.
 
@@ -146,44 +203,47 @@ def from_hf(
     Args:
       tensors: name -> function that reads the tensor.
       dtype: dtype of the parameters; None keeps the dtype of each tensor.
+      family: whose names the tensors have; None for the one that describes the model.
 
     Raises:
       UserError: tensors are missing, unknown, or differ from the model in shape or dtype; names the tensors.
     """
-    slots_by_name = {slot.name: slot for slot in slots(model)}
+    family = family or family_of(model)
+    parts_by_name = tensors_of(model, family)
     tensor_names = {name for name in tensors if not name.endswith(_DERIVED)}
     # With tied embeddings the head is the embedding, and jtrain keeps one array.
-    if model.tie_embeddings and _TIED_HEAD in tensor_names:
-        _check_tied(tensors)
-        tensor_names.remove(_TIED_HEAD)
+    if model.tie_embeddings and (head := family.names["unembed_DV"].name) in tensor_names:
+        _check_tied(tensors, family.names["embed_VD"].name, head)
+        tensor_names.remove(head)
     # Before the weights are read: names tell at once that weights and config.json are of two models.
-    _check_names(sorted(slots_by_name.keys() - tensor_names), sorted(tensor_names - slots_by_name.keys()))
+    _check_names(sorted(parts_by_name.keys() - tensor_names), sorted(tensor_names - parts_by_name.keys()))
     stacks: dict[str, np.ndarray] = {}
-    for name, slot in slots_by_name.items():
+    for name, parts in parts_by_name.items():
         theirs = tensors[name]()
-        if theirs.shape != slot.shape:
-            raise UserError(
-                f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it {list(slot.shape)} "
-                f"(our {slot.info.path}, {slot.info.dims} = {list(slot.info.shape)}). Weights and "
-                "config.json are of different models."
-            )
-        if theirs.dtype not in READABLE:
-            readable = ", ".join(str(kind) for kind in READABLE)
-            raise UserError(
-                f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the "
-                "directory first."
-            )
-        path = slot.info.path
-        if path not in stacks:
-            # Made at the first tensor, whose dtype it takes if none is asked for.
-            stacks[path] = np.empty(slot.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
-        elif dtype is None and theirs.dtype != stacks[path].dtype:
-            raise UserError(
-                f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and "
-                "layers are stacked. Convert the directory to one dtype, or import with a dtype given."
-            )
-        # `...` for a parameter that is not stacked: index is empty then.
-        stacks[path][slot.index or ...] = slot.to_ours(theirs)
+        for part in parts:
+            if theirs.shape != part.shape:
+                raise UserError(
+                    f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it "
+                    f"{list(part.shape)} (our {part.info.path}, {part.info.dims} = {list(part.info.shape)}). "
+                    "Weights and config.json are of different models."
+                )
+            if theirs.dtype not in READABLE:
+                readable = ", ".join(str(kind) for kind in READABLE)
+                raise UserError(
+                    f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the "
+                    "directory first."
+                )
+            path = part.info.path
+            if path not in stacks:
+                # Made at the first tensor, whose dtype it takes if none is asked for.
+                stacks[path] = np.empty(part.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
+            elif dtype is None and theirs.dtype != stacks[path].dtype:
+                raise UserError(
+                    f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and "
+                    "layers are stacked. Convert the directory to one dtype, or import with a dtype given."
+                )
+            # `...` for a parameter that is not stacked: index is empty then.
+            stacks[path][part.index or ...] = part.read(theirs)
     return map_params(lambda info: stacks[info.path], model.param_infos())
 
 
@@ -197,12 +257,12 @@ def _check_names(missing: list[str], extra: list[str]) -> None:
         )
 
 
-def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:
+def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]], table_name: str, head_name: str) -> None:
     """Checks that the head in a tied directory (Qwen3-0.6B has one) equals the embedding."""
-    table, head = tensors[TABLE["embed_VD"][0]](), tensors[_TIED_HEAD]()
+    table, head = tensors[table_name](), tensors[head_name]()
     # Bit for bit, since a tied head that differs means the tie was wrong.
     if table.shape != head.shape or table.dtype != head.dtype or table.tobytes() != head.tobytes():
         raise UserError(
-            f"config.json ties the embeddings (tie_word_embeddings), but {_TIED_HEAD} is another matrix than "
-            f"{TABLE['embed_VD'][0]}. Set tie_word_embeddings to false in config.json to use both."
+            f"config.json ties the embeddings (tie_word_embeddings), but {head_name} is another matrix than "
+            f"{table_name}. Set tie_word_embeddings to false in config.json to use both."
         )

@@ -19,7 +19,7 @@ from jtrain.data import make_tokenizer, open_dataset
 from jtrain.errors import UserError
 from jtrain.hf.directory import check_empty, open_tensors, read_config, write_directory
 from jtrain.hf.mapping import from_hf
-from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import map_params
 from jtrain.runtime.stores import in_store, workdir_path
@@ -82,7 +82,8 @@ def import_directory(
         )
     # Before the model is read: a full folder needs no import.
     check_empty(home)
-    theirs = model_from_config(read_config(folder))
+    their_config = read_config(folder)
+    theirs, family = model_from_config(their_config), family_in(their_config)
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
     if lines := model_differences(theirs, run.model):
@@ -94,7 +95,7 @@ def import_directory(
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
     with open_tensors(folder) as tensors:
-        arrays = from_hf(tensors, run.model, dtype=run.precision.param_dtype)
+        arrays = from_hf(tensors, run.model, dtype=run.precision.param_dtype, family=family)
     params = _onto_device(arrays)
     infos = map_params(lambda info: info, run.model.param_infos())
     optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)

@@ -9,6 +9,7 @@ import pytest
 
 from jtrain.hf.directory import read_config
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.model.mlp import MLPSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -204,12 +205,14 @@ def test_defaults_are_those_of_transformers() -> None:
         ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            r"rope_scaling\.rope_type='yarn' is not supported",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            r"rope_scaling\.rope_type='longrope' is not supported",
         ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type linear has no factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}}, "has {'finetuned': True}"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-            r"rope_scaling\.rope_type='linear' is not supported",
+            {"attention_sinks": True},
+            "attention_sinks=True: model_type='llama' is not known to have such a field",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
@@ -238,8 +241,6 @@ def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], matc
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported, only 1"),
         ({"num_experts": None}, "num_experts=None must be a whole number"),
         ({"num_experts": None, "num_local_experts": 8.5}, r"num_local_experts=8\.5 must be a whole number"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be a whole number"),
@@ -247,8 +248,8 @@ def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], matc
     ],
     ids=str,
 )
-def test_a_mixture_with_dense_layers_is_refused(changes: dict[str, Any], match: str) -> None:
-    """Mixtures with dense layers are refused, and mixtures that lack a size."""
+def test_a_mixture_without_a_size_is_refused(changes: dict[str, Any], match: str) -> None:
+    """The message names the field."""
     with pytest.raises(ValueError, match=match):
         model_from_config(QWEN3_30B_A3B | changes)
 
@@ -260,21 +261,29 @@ def test_a_mixture_that_transformers_has_not_is_not_exported() -> None:
     )
     written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
     moe = MoESpec(num_experts=4, top_k=2)
-    with pytest.raises(
-        ValueError, match=r"shared_experts=1 with model\.qk_norm=True: of mixtures only Qwen3-MoE"
-    ):
-        config_from_model(
-            Transformer(**sizes, qk_norm=True, moe=dataclasses.replace(moe, shared_experts=1)), **written
-        )
-    with pytest.raises(ValueError, match=r"shared_experts=0 with model\.qk_norm=False"):
+    shared = Transformer(**sizes, qk_norm=True, moe=dataclasses.replace(moe, shared_experts=1))
+    with pytest.raises(ValueError, match=r"no family .*: model\.moe\.shared_experts: 0 there, 1 here"):
+        config_from_model(shared, **written)
+    with pytest.raises(ValueError, match=r"no family .*: model\.qk_norm: True there, False here"):
         config_from_model(Transformer(**sizes, moe=moe), **written)
 
 
-def test_a_sliding_window_in_use_is_refused() -> None:
-    """Qwen3's config.json names a window that is not in use, which is accepted."""
-    model_from_config(QWEN3_8B | {"sliding_window": 4096})
-    with pytest.raises(ValueError, match=r"use_sliding_window=True \(sliding_window=4096\) is not supported"):
-        model_from_config(QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True})
+def test_dense_layers_of_a_mixture() -> None:
+    """Qwen3-MoE may have dense layers of another width, by number or by step."""
+    model = model_from_config(QWEN3_30B_A3B | {"mlp_only_layers": [0]})
+    assert [isinstance(block.feed_forward, MLPSpec) for block in model.blocks[:3]] == [True, False, False]
+    assert (model.period[0].feed_forward, model.d_ff) == (MLPSpec(d_ff=6144), 768)
+    model = model_from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
+    assert len(model.period) == 2
+    assert model.num_periods == 24
+
+
+def test_a_window_is_only_read_where_it_is_in_use() -> None:
+    """Qwen3's config.json names a window that is in use only with `use_sliding_window`."""
+    assert model_from_config(QWEN3_8B | {"sliding_window": 4096}).pattern == ()
+    used = QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 34}
+    windows = [block.mixer.window for block in model_from_config(used).blocks if block.mixer is not None]
+    assert windows == [None] * 34 + [4096] * 2
 
 
 @pytest.mark.parametrize(
@@ -315,8 +324,8 @@ def test_differences_are_listed_field_by_field() -> None:
     other = model_from_config(LLAMA_8B | {"num_hidden_layers": 16, "rope_scaling": None})
     lines = model_differences(other, model_from_config(LLAMA_8B))
     assert len(lines) == 2
-    assert lines[0] == "model.num_layers: 16 there (num_hidden_layers), 32 here"
-    assert lines[1].startswith("model.rope: RopeSpec(theta=500000.0, scaling=None) there")
+    assert lines[0] == "model.num_layers: 16 there, 32 here"
+    assert lines[1].startswith("model.rope.scaling: None there, Llama3Scaling(")
 
 
 def test_differences_of_mixtures_are_listed_too() -> None:
@@ -324,8 +333,8 @@ def test_differences_of_mixtures_are_listed_too() -> None:
     theirs = model_from_config(QWEN3_30B_A3B)
     other = QWEN3_30B_A3B | {"num_experts_per_tok": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.5}
     assert model_differences(model_from_config(other), theirs) == [
-        "model.moe.top_k: 4 there (num_experts_per_tok), 8 here",
-        "model.moe.normalize_top_k: False there (norm_topk_prob), True here",
+        "model.moe.top_k: 4 there, 8 here",
+        "model.moe.normalize_top_k: False there, True here",
     ]
     dense = [line for line in model_differences(model_from_config(QWEN3_8B), theirs) if "moe" in line]
-    assert dense == [f"model.moe: None there (model_type), {theirs.moe} here"]
+    assert dense == [f"model.moe: None there, {theirs.moe} here"]

@@ -1,0 +1,46 @@
+"""What a model family is: how its config.json describes a model, and what its tensors are called."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jtrain.model.families.config_fields import Fields
+from jtrain.model.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Tensor of a checkpoint that holds a parameter, or a part of it.
+
+    name: `{y}` is the number of the layer, `{x}` that of the expert, where each has a tensor of its own.
+    dims: letters of its dimensions in their order; letters written together are one flattened dimension.
+      `I` stands for H whose rotated pairs lie side by side instead of half a head apart. A digit is a
+      dimension that counts parameters: `N3H D` holds queries, keys and values of each head. `+` concatenates:
+      `NH+KH+KH D` holds queries, then keys, then values.
+    part: which of the counted or concatenated parameters this one is.
+    """
+
+    name: str
+    dims: str
+    part: int = 0
+
+
+type Names = Mapping[str, Tensor]
+"""Tensor by the path of its parameter: below the block for parameters of layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A `model_type` of transformers.
+
+    architecture: class of its causal language model.
+    read: builds the model that the fields of a config.json describe.
+    write: fields of the config.json that describes a model, if one of this family can: it is of this family if
+      `read` makes the same model of them.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], Transformer]
+    write: Callable[[Transformer], dict[str, Any]]
+    names: Names
