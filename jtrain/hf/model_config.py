@@ -156,7 +156,7 @@ def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
     for text, y in of_blocks:
         layers.setdefault(text, []).append(y)
     # Once for all layers that differ in the same way.
-    return lines + [f"layer {first_few(ys, 4)}: {text}" for text, ys in layers.items()]
+    return lines + [f"layer {first_few([str(y) for y in ys], 4)}: {text}" for text, ys in layers.items()]
 
 
 def _with_sizes(block: Any, model: Transformer) -> Any:
