@@ -32,6 +32,7 @@ class AttentionSpec:
       `unscaled` over each head without a learned scale.
     norm_after_rope: True normalises after the rotation.
     window: keys that a query sees, its own the last; None sees its whole document.
+    scale: multiplies the scores; None is 1 / sqrt(H).
     gate: True multiplies the output of each head by the sigmoid of a projection of its own (Qwen3-Next).
     """
 
@@ -43,6 +44,7 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "all", "unscaled"] = "none"
     norm_after_rope: bool = False
     window: int | None = None
+    scale: float | None = None
     gate: bool = False
 
     def head_sizes(self, sizes: ModelSizes) -> tuple[int, int, int]:
@@ -125,6 +127,9 @@ class Attention(nnx.Module):
         q_BLNH, k_BLKH = _rotated(q_BLNH, rotation), _rotated(k_BLKH, rotation)
         if self.spec.norm_after_rope:
             q_BLNH, k_BLKH = self._normed(q_BLNH, k_BLKH)
+        if self.spec.scale is not None:
+            # Attention itself divides by sqrt(H); usually the ratio is a power of two, which rounds nothing.
+            q_BLNH *= self.spec.scale * q_BLNH.shape[-1] ** 0.5
         return q_BLNH, k_BLKH, v_BLKH, *(gate or [None])
 
     def _normed(self, q_BLNH: Array, k_BLKH: Array) -> tuple[Array, Array]:

@@ -305,7 +305,7 @@ class Transformer(nnx.Module):
         """The last norm."""
         with jax.named_scope("final_norm"):
             norm = nnx.merge(
-                nnx.split(self.final_norm)[0], placement.fetch("final_norm", params["final_norm"])
+                nnx.split(self.final_norm)[0], placement.fetch("final_norm", params.get("final_norm", {}))
             )
             x_BLD = norm(x_BLD)
             # Logits are linear in it.

@@ -1,8 +1,17 @@
 """Model families: each reads the config.json of one `model_type`, and names the tensors of its checkpoints."""
 
-from jtrain.model.families.family import Family
-from jtrain.model.families.llama import LLAMA
-from jtrain.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+import importlib
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN3, QWEN3_MOE, QWEN2)}
+from jtrain.model.families.family import Family
+
+_MODULES = ("llama", "qwen", "mistral", "smollm", "olmo")
+
+
+def _families() -> dict[str, Family]:
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in _MODULES]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.model_type: family for family in found}
+
+
+FAMILIES = _families()
 """Family by `model_type`. A model that several describe is exported as the first of them."""

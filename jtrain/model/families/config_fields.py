@@ -104,7 +104,12 @@ class Fields:
         return kinds
 
     def rope(
-        self, *, theta: float = 10_000.0, kind: str | None = None, share: float | None = None
+        self,
+        *,
+        theta: float = 10_000.0,
+        kind: str | None = None,
+        share: float | None = None,
+        unscaled: bool = False,
     ) -> RopeSpec:
         """Rotary settings, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
@@ -112,6 +117,7 @@ class Fields:
           theta, share: base and rotated share of each head where config.json names none; without a `share`
             this family rotates whole heads.
           kind: kind of layer, where each has rotations of its own.
+          unscaled: True if scaling that is not given for this kind of layer is not meant for it.
 
         Raises:
           UserError: a kind of scaling that is not supported, or one without its numbers.
@@ -120,7 +126,7 @@ class Fields:
         source = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
         given: Mapping[str, Any] = self.get(source) or {}
         if kind is not None and isinstance(given.get(kind), Mapping):
-            given = given[kind]
+            given, unscaled = given[kind], False
         values = {key: value for key, value in given.items() if value is not None}
         self.ignore("rope_scaling", "rope_parameters")
         base = float(values.pop("rope_theta", self.number("rope_theta", theta)))
@@ -135,7 +141,7 @@ class Fields:
         rope_type = values.pop("rope_type", None) or values.pop("type", "default")
         values.pop("type", None)
         original = values.pop("original_max_position_embeddings", None) or self.get("max_position_embeddings")
-        scaling = self._scaling(source, rope_type, values, original)
+        scaling = None if unscaled else self._scaling(source, rope_type, values, original)
         return RopeSpec(base, scaling, rotated_share)
 
     def _scaling(self, source: str, rope_type: str, values: dict[str, Any], original: Any) -> Any:

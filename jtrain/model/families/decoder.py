@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jtrain.errors import UserError
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
@@ -98,6 +99,17 @@ def attention_of(model: Transformer) -> AttentionSpec:
     """The first attention of a model, without its window."""
     mixer = next(block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec))
     return dataclasses.replace(mixer, window=None)
+
+
+def moe_of(model: Transformer) -> MoESpec:
+    """The mixture of a model.
+
+    Raises:
+      UserError: it is dense.
+    """
+    if model.router is None:
+        raise UserError("model.moe: this model has no experts.")
+    return model.router
 
 
 def decoder_fields(

@@ -13,6 +13,7 @@ from jtrain.model.families.decoder import (
     decoder,
     decoder_fields,
     layer_types_of,
+    moe_of,
 )
 from jtrain.model.families.family import Family
 from jtrain.model.mlp import MLPSpec
@@ -91,8 +92,7 @@ def _read_qwen3_moe(fields: Fields) -> Transformer:
 
 
 def _write_qwen3_moe(model: Transformer) -> dict[str, Any]:
-    if (moe := model.router) is None:
-        raise UserError("a dense model.")
+    moe = moe_of(model)
     dense = [y for y, block in enumerate(model.blocks) if isinstance(block.feed_forward, MLPSpec)]
     widths = [b.feed_forward.d_ff for b in model.blocks if isinstance(b.feed_forward, MLPSpec)]
     return (

@@ -1,0 +1,79 @@
+"""Mistral, Ministral (arXiv:2310.06825) and Mixtral (arXiv:2401.04088)."""
+
+from typing import Any
+
+from jtrain.errors import UserError
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
+from jtrain.model.families.config_fields import Fields
+from jtrain.model.families.decoder import (
+    FULL,
+    NAMES,
+    WINDOWED,
+    decoder,
+    decoder_fields,
+    layer_types_of,
+    moe_of,
+)
+from jtrain.model.families.family import Family, Tensor
+from jtrain.model.mlp import MLPSpec
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+
+
+def _read_mistral(fields: Fields) -> Transformer:
+    return _read(fields, MLPSpec(), theta=10_000.0)
+
+
+def _read(fields: Fields, feed_forward: MLPSpec | MoESpec, *, theta: float) -> Transformer:
+    fields.only(hidden_act="silu", quantization_config=None)
+    fields.ignore("router_jitter_noise")  # only with the training of transformers
+    rope, window = fields.rope(theta=theta), fields.get("sliding_window")
+    num_layers = fields.whole("num_hidden_layers")
+    kinds = fields.layer_types(num_layers, [FULL if window is None else WINDOWED] * num_layers)
+    return decoder(
+        fields,
+        lambda y: BlockSpec(
+            AttentionSpec(rope=rope, window=window if kinds[y] == WINDOWED else None), feed_forward
+        ),
+    )
+
+
+def _read_mixtral(fields: Fields) -> Transformer:
+    moe = MoESpec(
+        num_experts=fields.whole("num_local_experts"),
+        top_k=fields.whole("num_experts_per_tok"),
+        balance_loss=fields.number("router_aux_loss_coef", 0.001),
+    )
+    return _read(fields, moe, theta=1e6)
+
+
+def _write(model: Transformer) -> dict[str, Any]:
+    fields = layer_types_of(model)
+    if len(set(fields.pop("layer_types"))) > 1:
+        raise UserError("all layers have one window, or none has.")
+    return decoder_fields(model) | fields
+
+
+def _write_mixtral(model: Transformer) -> dict[str, Any]:
+    moe = moe_of(model)
+    return _write(model) | {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.balance_loss,
+    }
+
+
+_EXPERT = "model.layers.{y}.block_sparse_moe.experts.{x}"
+_MIXTRAL_NAMES = NAMES | {
+    "mlp.router_DX": Tensor("model.layers.{y}.block_sparse_moe.gate.weight", "X D"),
+    "mlp.gate_XDF": Tensor(f"{_EXPERT}.w1.weight", "F D"),
+    "mlp.up_XDF": Tensor(f"{_EXPERT}.w3.weight", "F D"),
+    "mlp.down_XFD": Tensor(f"{_EXPERT}.w2.weight", "D F"),
+}
+
+MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, _write, NAMES)
+MINISTRAL = Family(
+    "ministral", "MinistralForCausalLM", _read_mistral, lambda m: decoder_fields(m) | layer_types_of(m), NAMES
+)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL_NAMES)
