@@ -4,7 +4,18 @@ import importlib
 
 from jtrain.model.families.family import Family
 
-_MODULES = ("llama", "qwen", "mistral", "smollm", "olmo")
+_MODULES = (
+    "llama",
+    "qwen",
+    "mistral",
+    "smollm",
+    "olmo",
+    "glm",
+    "gemma",
+    "layer_norm_decoders",
+    "llama_relatives",
+    "mixtures",
+)
 
 
 def _families() -> dict[str, Family]:

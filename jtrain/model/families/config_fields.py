@@ -110,6 +110,7 @@ class Fields:
         kind: str | None = None,
         share: float | None = None,
         unscaled: bool = False,
+        theta_field: str | None = "rope_theta",
     ) -> RopeSpec:
         """Rotary settings, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
@@ -117,6 +118,7 @@ class Fields:
           theta, share: base and rotated share of each head where config.json names none; without a `share`
             this family rotates whole heads.
           kind: kind of layer, where each has rotations of its own.
+          theta_field: field of the base beside those of scaling; None for none.
           unscaled: True if scaling that is not given for this kind of layer is not meant for it.
 
         Raises:
@@ -129,7 +131,7 @@ class Fields:
             given, unscaled = given[kind], False
         values = {key: value for key, value in given.items() if value is not None}
         self.ignore("rope_scaling", "rope_parameters")
-        base = float(values.pop("rope_theta", self.number("rope_theta", theta)))
+        base = float(values.pop("rope_theta", self.number(theta_field, theta) if theta_field else theta))
         if share is None:
             self.only(partial_rotary_factor=1)
             if (given_share := values.pop("partial_rotary_factor", 1)) != 1:

@@ -51,7 +51,7 @@ def decoder(
     """
     num_layers, d_model = fields.whole("num_hidden_layers"), fields.whole("hidden_size")
     num_heads = fields.whole("num_attention_heads")
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
@@ -86,7 +86,7 @@ def _flat(block: BlockSpec) -> dict[str, Any] | None:
     mixer, feed_forward = block.mixer, block.feed_forward
     if mixer is None or mixer.rope is None:
         return None
-    flat = dict(
+    flat: dict[str, Any] = dict(
         rope=mixer.rope,
         qk_norm=mixer.qk_norm == "head",
         moe=feed_forward if isinstance(feed_forward, MoESpec) else None,

@@ -1,7 +1,7 @@
 """What a model family is: how its config.json describes a model, and what its tensors are called."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jtrain.model.families.config_fields import Fields
@@ -25,7 +25,7 @@ class Tensor:
     part: int = 0
 
 
-type Names = Mapping[str, Tensor]
+type Names = dict[str, Tensor]
 """Tensor by the path of its parameter: below the block for parameters of layers."""
 
 

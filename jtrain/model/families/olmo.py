@@ -17,6 +17,7 @@ from jtrain.model.families.decoder import (
 )
 from jtrain.model.families.family import Family, Tensor
 from jtrain.model.norm import NormSpec
+from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
@@ -52,7 +53,7 @@ def _read_olmo3(fields: Fields) -> Transformer:
 def _write_olmo3(model: Transformer) -> dict[str, Any]:
     mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
     full = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
-    return decoder_fields(model) | layer_types_of(model) | rope_fields(full.rope)
+    return decoder_fields(model) | layer_types_of(model) | rope_fields(full.rope or RopeSpec())
 
 
 def _experts(fields: Fields) -> MoESpec:

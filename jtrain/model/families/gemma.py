@@ -1,0 +1,90 @@
+"""Gemma 1 and 3 (arXiv:2403.08295, 2503.19786)."""
+
+from typing import Any
+
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
+from jtrain.model.families.config_fields import Fields
+from jtrain.model.families.decoder import (
+    FULL,
+    NAMES,
+    WINDOWED,
+    decoder,
+    decoder_fields,
+    layer_types_of,
+    rope_fields,
+)
+from jtrain.model.families.family import Family, Tensor
+from jtrain.model.mlp import MLPSpec
+from jtrain.model.norm import NormSpec
+from jtrain.model.rope import RopeSpec
+from jtrain.model.transformer import Transformer
+
+_MLP = MLPSpec(activation="gelu_tanh")
+
+
+def _settings(fields: Fields) -> dict[str, Any]:
+    fields.only(attention_bias=False, use_bidirectional_attention=False, quantization_config=None)
+    scale = fields.whole("hidden_size") ** 0.5
+    return dict(tied=True, norm=NormSpec(scale="one_plus"), embedding_scale=scale)
+
+
+def _read_gemma(fields: Fields) -> Transformer:
+    # transformers computes with the approximation also where config.json says `gelu`.
+    fields.ignore("hidden_act", "hidden_activation")
+    attention = AttentionSpec(rope=fields.rope())
+    return decoder(fields, lambda _: BlockSpec(attention, _MLP), **_settings(fields))
+
+
+def _read_gemma3(fields: Fields) -> Transformer:
+    fields.only(
+        hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=None, attn_logit_softcapping=None
+    )
+    fields.ignore("hidden_act", "cache_implementation", "_sliding_window_pattern")
+    num_layers, window = fields.whole("num_hidden_layers"), fields.whole("sliding_window", 4096)
+    period = fields.whole("sliding_window_pattern", 6)
+    kinds = fields.layer_types(
+        num_layers, [WINDOWED if (y + 1) % period else FULL for y in range(num_layers)]
+    )
+    scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    full = AttentionSpec(rope=fields.rope(theta=1e6, kind=FULL), qk_norm="head", scale=scale)
+    local = fields.number("rope_local_base_freq", 10_000.0)
+    rope = fields.rope(theta=local, kind=WINDOWED, unscaled=True, theta_field=None)
+    windowed = AttentionSpec(rope=rope, qk_norm="head", scale=scale, window=window)
+    return decoder(
+        fields,
+        lambda y: BlockSpec(windowed if kinds[y] == WINDOWED else full, _MLP, norms="sandwich"),
+        **_settings(fields),
+    )
+
+
+def _write_gemma3(model: Transformer) -> dict[str, Any]:
+    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    full = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
+    local = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
+    return (
+        decoder_fields(model)
+        | layer_types_of(model)
+        | rope_fields(full.rope or RopeSpec())
+        | {
+            "rope_local_base_freq": (local.rope or RopeSpec()).theta,
+            "query_pre_attn_scalar": round((full.scale or 1.0) ** -2, 6),
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+    )
+
+
+_SANDWICH = {
+    "attention_post_norm.scale_D": Tensor("model.layers.{y}.post_attention_layernorm.weight", "D"),
+    "mlp_norm.scale_D": Tensor("model.layers.{y}.pre_feedforward_layernorm.weight", "D"),
+    "mlp_post_norm.scale_D": Tensor("model.layers.{y}.post_feedforward_layernorm.weight", "D"),
+}
+
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    _read_gemma,
+    lambda m: decoder_fields(m) | {"hidden_act": "gelu_pytorch_tanh"},
+    NAMES,
+)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, NAMES | _SANDWICH)
