@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key and value heads."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
             self.v_bias_KH = vector("KH", (num_kv_heads, head_dim), ones=False, layers=layers)
         if spec.bias == "all":
             self.o_bias_D = vector("D", (d_model,), ones=False, layers=layers)
-        norm_options = dict(spec=norm, eps=sizes.norm_eps, layers=layers)
+        norm_options: Any = dict(spec=norm, eps=sizes.norm_eps, layers=layers)
         match spec.qk_norm:
             case "head":
                 self.q_norm = Norm("H", head_dim, **norm_options)
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         if self.spec.scale is not None:
             # Attention itself divides by sqrt(H); usually the ratio is a power of two, which rounds nothing.
             q_BLNH *= self.spec.scale * q_BLNH.shape[-1] ** 0.5
-        return q_BLNH, k_BLKH, v_BLKH, *(gate or [None])
+        return q_BLNH, k_BLKH, v_BLKH, gate[0] if gate else None
 
     def _normed(self, q_BLNH: Array, k_BLKH: Array) -> tuple[Array, Array]:
         match self.spec.qk_norm:

@@ -180,10 +180,10 @@ def _llama3(values: dict[str, Any], original: Any) -> Llama3Scaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor")
     if missing := [key for key in keys if key not in values]:
         raise KeyError(", ".join(missing))
-    numbers = [float(values.pop(key)) for key in keys]
+    factor, low, high = (float(values.pop(key)) for key in keys)
     if original is None:
         raise KeyError("original_max_position_embeddings")
-    return Llama3Scaling(*numbers, int(original))
+    return Llama3Scaling(factor, low, high, int(original))
 
 
 def _linear(values: dict[str, Any], original: Any) -> LinearScaling:
@@ -197,7 +197,7 @@ def _yarn(values: dict[str, Any], original: Any) -> YarnScaling:
     factor = float(values.pop("factor"))
     attention_factor = values.pop("attention_factor", None)
     if attention_factor is None:
-        over, under = values.get("mscale"), values.get("mscale_all_dim")
+        over, under = (float(values.get(key, 0.0)) for key in ("mscale", "mscale_all_dim"))
         both = over and under
         attention_factor = (
             yarn_mscale(factor, over) / yarn_mscale(factor, under) if both else yarn_mscale(factor)

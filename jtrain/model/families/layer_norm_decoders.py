@@ -4,6 +4,7 @@ Cohere's Command R, Nemotron-4 (arXiv:2402.16819) and StableLM 2 (arXiv:2402.178
 
 from typing import Any
 
+from jtrain.errors import UserError
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
@@ -27,7 +28,8 @@ _LAYER_NORM = NormSpec("layer", bias=True)
 
 def _activation(model: Transformer) -> str:
     feed_forward = model.blocks[0].feed_forward
-    assert isinstance(feed_forward, MLPSpec), "dense"
+    if not isinstance(feed_forward, MLPSpec):
+        raise UserError("a model with experts.")
     return next(name for name, kind in ACTIVATIONS.items() if kind == feed_forward.activation)
 
 
