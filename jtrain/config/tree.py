@@ -1,8 +1,8 @@
 """Config tree with flat paths: prints all fields, sets one, checks types.
 
 A path joins the names from the root by dots, as in `model.rope.theta`. In a field of type `dict[str,
-Component]` the component's key is part of the path, as in `data.sources.web.weight`. This module is
-independent of `Run`.
+Component]` the component's key is part of the path, as in `data.sources.web.weight`; in one of type
+`tuple[Component, ...]` its place is, as in `model.pattern.0.norms`. This module is independent of `Run`.
 """
 
 import ast
@@ -68,6 +68,8 @@ def expand(config: fdl.Config[Any]) -> None:
         if _named_component(annotation) is not None and isinstance(value, dict):
             # A dict of components expands each of them; a plain dict of values stays a value.
             setattr(config, name, {key: _expand_value(item) for key, item in value.items()})
+        elif _component_kinds(annotation) and isinstance(value, tuple):
+            setattr(config, name, tuple(_expand_value(item) for item in value))
         elif isinstance(value, fdl.Config) or (
             dataclasses.is_dataclass(value) and not isinstance(value, type)
         ):
@@ -119,6 +121,8 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     # From the root down, one component at a time, so that an error names the deepest name that exists.
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
+        if isinstance(owner, tuple):
+            owner = {str(place): item for place, item in enumerate(owner)}
         if isinstance(owner, dict):
             above = ".".join(parents[:depth])
             if depth == len(parents):
@@ -255,6 +259,11 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
             )
             if keys:
                 setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
+        elif _component_kinds(annotation) and path not in values:
+            (kind,) = _component_kinds(annotation)
+            places = {p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")}
+            items = (_read(kind, values, f"{path}.{place}.") for place in range(len(places)))
+            setattr(config, name, tuple(items))
         elif path not in values:
             # A component whose class name was not printed, because its annotation says it.
             if any(other_path.startswith(f"{path}.") for other_path in values):
@@ -285,8 +294,21 @@ def _named_component(annotation: Any) -> type | None:
     return arguments[1] if isinstance(arguments[1], type) else None
 
 
+def _component_kinds(annotation: Any) -> tuple[type, ...]:
+    """Returns the component types in `tuple[Component, ...]`; none for every other type."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not tuple or len(arguments) != 2 or arguments[1] is not Ellipsis:
+        return ()
+    kinds = typing.get_args(_resolve(arguments[0])) or (arguments[0],)
+    return kinds if all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in kinds) else ()
+
+
 def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
-    """Returns the components of a `dict[str, Component]` field; None for every other field."""
+    """Returns the components of a `dict[str, Component]` field, and those of a `tuple[Component, ...]` by their
+    places in it; None for every other field.
+    """
+    if _component_kinds(annotation) and isinstance(value, tuple):
+        return {str(place): item for place, item in enumerate(value)}
     return value if _named_component(annotation) is not None and isinstance(value, dict) else None
 
 

@@ -193,7 +193,7 @@ def test_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": "mistral"}, r"model_type='mistral' is not one of llama, qwen3"),
+        ({"model_type": "bloom"}, r"model_type='bloom' is not one of llama, qwen2"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             r"architectures=\['LlamaForSequenceClassification'\]",
