@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE.parents[1] / "jtrain" / "hf" / "peers"))
 
 import reference  # noqa: E402: of the folder above
 import torch  # noqa: E402: no dependency of jtrain's tests
+from draw import summary  # noqa: E402
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
@@ -57,11 +58,34 @@ DOTS = {
 
 FIRST: dict[str, tuple[str, dict]] = {
     name: (name, {})
-    for name in (
-        "llama qwen2 qwen3 qwen3_moe mistral mixtral smollm3 olmo2 olmo3 gemma2 gemma3_text glm4 gpt_oss "
-        "gpt_neox gpt2 nanochat minimax_m2 ministral3 cohere2 phi3 starcoder2 exaone4 seed_oss arcee apertus "
-        "ernie4_5"
-    ).split()
+    for name in [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "mixtral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt_oss",
+        "gpt_neox",
+        "gpt2",
+        "nanochat",
+        "minimax_m2",
+        "ministral3",
+        "cohere2",
+        "phi3",
+        "starcoder2",
+        "exaone4",
+        "seed_oss",
+        "arcee",
+        "apertus",
+        "ernie4_5",
+    ]
 } | {
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", {}),
@@ -72,18 +96,29 @@ FIRST: dict[str, tuple[str, dict]] = {
 """Families that come first, by case: model_type and fields."""
 
 VARIANTS: dict[str, tuple[str, dict]] = {
-    "llama_llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "llama_llama3": (
+        "llama",
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
     "llama_linear": ("llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1, "head_dim": 32}),
     "llama_yarn": ("llama", {"rope_parameters": YARN}),
     "hunyuan_v1_dense_dynamic": (
         "hunyuan_v1_dense",
         {
             "head_dim": 32,
-            "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0},
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
         },
     ),
     "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "qwen2_window": ("qwen2", {"use_sliding_window": True, "layer_types": None, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "layer_types": None, "sliding_window": 16, "max_window_layers": 1},
+    ),
     "qwen3_moe_dense": (
         "qwen3_moe",
         {"mlp_only_layers": [0], "num_hidden_layers": 3, "norm_topk_prob": True, "attention_bias": True},
@@ -99,16 +134,88 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 }
 """Cases that set fields which the defaults of a class leave alone."""
 
-LATER = (
-    "afmoe axk1 axk2 bailing_hybrid beam bitnet cohere2_moe cohere_compass_text cwm deepseek_v2 deepseek_v32 "
-    "deepseek_v4 doge dots3_note_text exaone_moe falcon_h1 flex_olmo flint gemma3n_text gemma4_text "
-    "gemma4_unified_text glm4_moe_lite glm_moe_dsa granite_swa granitemoe_swa granitemoehybrid hrm_text hy_v3 hy_v4 "
-    "hyperclovax inkling_text inkling2_text jais2 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text "
-    "longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m3_vl_text ministral mistral4 modernbert-decoder "
-    "olmo_hybrid phi4_multimodal qwen3_5_text qwen3_5_moe_text qwen3_next qwen4_exp_text solar_open vaultgemma youtu "
-    "zaya qwen2_moe olmo olmoe gemma phi phimoe glm granitemoe granitemoeshared cohere ernie4_5_moe hunyuan_v1_moe "
-    "nemotron nemotron_h stablelm bamba helium mamba2 jetmoe gptj falcon persimmon diffllama dbrx"
-).split()
+LATER = [
+    "afmoe",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "bitnet",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v32",
+    "deepseek_v4",
+    "doge",
+    "dots3_note_text",
+    "exaone_moe",
+    "falcon_h1",
+    "flex_olmo",
+    "flint",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "granite_swa",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "hrm_text",
+    "hy_v3",
+    "hy_v4",
+    "hyperclovax",
+    "inkling_text",
+    "inkling2_text",
+    "jais2",
+    "kimi_linear",
+    "kolibri1",
+    "laguna",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "llama4_text",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "minicpm3",
+    "minimax",
+    "minimax_m3_vl_text",
+    "ministral",
+    "modernbert-decoder",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen4_exp_text",
+    "solar_open",
+    "vaultgemma",
+    "youtu",
+    "zaya",
+    "qwen2_moe",
+    "olmo",
+    "olmoe",
+    "gemma",
+    "phi",
+    "phimoe",
+    "glm",
+    "granitemoe",
+    "granitemoeshared",
+    "cohere",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "nemotron",
+    "nemotron_h",
+    "stablelm",
+    "bamba",
+    "helium",
+    "mamba2",
+    "jetmoe",
+    "gptj",
+    "falcon",
+    "persimmon",
+    "diffllama",
+]
 """Every other causal model_type of the years since 2025, and older ones that are trained still."""
 
 FIELDS: dict[str, dict] = {
@@ -148,41 +255,24 @@ FIELDS: dict[str, dict] = {
             "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
         },
     },
+    "ministral": {"head_dim": 32},
     "llama4_text": {"interleave_moe_layer_step": 2},
 }
 """Fields of the later cases that differ from the default."""
 
 CASES = FIRST | VARIANTS | {name: (name, FIELDS.get(name, {})) for name in LATER}
 
-DIRECTIONS = 3
-"""Random directions onto which each gradient is projected."""
-POSITIONS = ((0, 0), (0, 51), (0, 90), (1, 17), (1, 112), (2, 127), (3, 33), (3, 95))
-"""Rows and columns of the logits that are kept whole; none is padding."""
-
-
-def project(name: str, array: np.ndarray) -> list[float]:
-    """The norm of an array, then its products with random directions."""
-    flat = array.astype(np.float64).ravel()
-    directions = [reference.draw(f"direction {k} of {name}", flat.shape, 0.0, 1.0) for k in range(DIRECTIONS)]
-    return [float(np.linalg.norm(flat)), *(float(flat @ direction.astype(np.float64)) for direction in directions)]
-
 
 def golden(folder: Path) -> dict[str, np.ndarray]:
     """The arrays of one golden file."""
     full = np.load(folder / "reference.npz")
-    recipe = json.loads((folder / "recipe.json").read_text())
-    out = {"recipe": np.array(json.dumps(recipe))}
+    out = {"recipe": np.array((folder / "recipe.json").read_text())}
     for label in ("unpacked", "packed"):
-        logits, prefix = full[f"{label}/logits"], f"{label}/grad/"
-        names = sorted(key.removeprefix(prefix) for key in full if key.startswith(prefix))
-        direction = reference.draw("direction of logits", logits.shape[-1:], 0.0, 1.0)
-        out |= {
-            f"{label}/loss": full[f"{label}/loss"],
-            f"{label}/logits": np.stack([logits[position] for position in POSITIONS]),
-            f"{label}/projected": (logits.astype(np.float64) @ direction).astype(np.float32),
-            f"{label}/gradients": np.array([project(name, full[prefix + name]) for name in names]),
-            "names": np.array(json.dumps(names)),
-        }
+        prefix = f"{label}/grad/"
+        grads = {key.removeprefix(prefix): full[key] for key in full if key.startswith(prefix)}
+        arrays = summary(full[f"{label}/logits"], full[f"{label}/loss"], grads)
+        out |= {"names": np.array(json.dumps(sorted(grads)))}
+        out |= {f"{label}/{key}": value for key, value in arrays.items()}
     return out
 
 

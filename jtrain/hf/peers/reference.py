@@ -17,23 +17,15 @@ import argparse
 import json
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from draw import IGNORED, batches, draw
 from safetensors.numpy import load_file, save_file
 from shrink import VOCABULARY, shrink
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-ROWS, COLUMNS = 4, 128
-IGNORED = -1
-"""Target where there is nothing to predict, as in jtrain."""
-FIRST_TOKEN = 4
-"""Smallest drawn id: those below may be an embedding's padding, whose gradient torch leaves out."""
-PACKED = ((50, 1, 2, 40, 35), (3, 90, 20), (128,), (17, 17, 60, 5))
-"""Lengths of the documents of each packed row; what is left is padding."""
 
 
 def main() -> int:
@@ -99,9 +91,13 @@ def build_config(config: dict) -> transformers.PretrainedConfig:
     """The config object of transformers."""
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        raise Refused(f"config.json: model_type={model_type!r} is unknown to transformers {transformers.__version__}.")
+        raise Refused(
+            f"config.json: model_type={model_type!r} is unknown to transformers {transformers.__version__}."
+        )
     # transformers writes an infinite number as an object, and reads it back only with a file.
-    numbers = json.loads(json.dumps(config), object_hook=lambda o: float(o["__float__"]) if "__float__" in o else o)
+    numbers = json.loads(
+        json.dumps(config), object_hook=lambda o: float(o["__float__"]) if "__float__" in o else o
+    )
     return CONFIG_MAPPING[model_type].from_dict(numbers)
 
 
@@ -110,20 +106,18 @@ def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreT
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        raise Refused(f"transformers has no causal language model of model_type={config.model_type!r}.") from None
-
-
-def draw(name: str, shape: tuple, center: float, scale: float, seed: int = 0) -> np.ndarray:
-    """Weights of a tensor; RandomState, whose numbers no version of numpy changes."""
-    state = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))
-    return np.asarray(center + scale * state.standard_normal(shape), np.float32)
+        raise Refused(
+            f"transformers has no causal language model of model_type={config.model_type!r}."
+        ) from None
 
 
 def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float, float]:
     """How to draw a tensor: vectors around what transformers makes them, matrices so that activations keep size."""
     if initial.ndim < 2 or "bias" in name:
         # Correction biases are added to scores between 0 and 1: larger ones would choose the experts alone.
-        return round(2 * float(initial.mean())) / 2, 0.05 if "correction" in name or "expert_bias" in name else 0.2
+        return round(
+            2 * float(initial.mean())
+        ) / 2, 0.05 if "correction" in name or "expert_bias" in name else 0.2
     if ("embed" in name and "out" not in name) or name.endswith("wte.weight"):
         return 0.0, 0.3 if tied else 1.0
     return 0.0, 1.2 * initial.shape[-1] ** -0.5
@@ -162,27 +156,11 @@ def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTra
 
 def load_all(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor that `save_pretrained` wrote."""
-    return {name: array for path in sorted(folder.glob("*.safetensors")) for name, array in load_file(path).items()}
-
-
-def batches(seed: int, vocabulary: int) -> dict[str, dict[str, np.ndarray]]:
-    """The two batches, as jtrain has them: positions restart in each document, its last token has no target."""
-    random = np.random.RandomState(seed)
-    out = {}
-    for label, lengths_by_row in (("unpacked", ((COLUMNS,),) * ROWS), ("packed", PACKED)):
-        token = random.randint(FIRST_TOKEN, vocabulary, (ROWS, COLUMNS)).astype(np.int32)
-        target, position, segment = np.full_like(token, IGNORED), np.zeros_like(token), np.zeros_like(token)
-        for row, lengths in enumerate(lengths_by_row):
-            start = 0
-            for number, length in enumerate(lengths):
-                end = start + length
-                segment[row, start:end] = number + 1
-                position[row, start:end] = np.arange(length)
-                target[row, start : end - 1] = token[row, start + 1 : end]
-                start = end
-            token[row, start:] = 0
-        out[label] = dict(token_BL=token, target_BL=target, position_BL=position, segment_BL=segment)
-    return out
+    return {
+        name: array
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, array in load_file(path).items()
+    }
 
 
 def evaluate(model: transformers.PreTrainedModel, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float]:
@@ -199,7 +177,9 @@ def evaluate(model: transformers.PreTrainedModel, batch: dict[str, np.ndarray]) 
                 logits = np.zeros((*batch["token_BL"].shape, got.shape[-1]), np.float32)
             logits[row, columns] = got.detach().numpy()
             if len(columns) > 1:
-                loss = torch.nn.functional.cross_entropy(got[:-1], tokens[0, 1:], reduction="sum") / num_targets
+                loss = (
+                    torch.nn.functional.cross_entropy(got[:-1], tokens[0, 1:], reduction="sum") / num_targets
+                )
                 loss.backward()
                 total += loss.item()
     return logits, total
@@ -230,7 +210,11 @@ def write_reference(config: dict, out: Path, seed: int) -> dict:
     """Writes OUT, and returns what is worth a line."""
     model, recipe = build_model(config, out, seed)
     arrays = {}
-    facts = {"class": type(model).__name__, "transformers": transformers.__version__, "torch": torch.__version__}
+    facts = {
+        "class": type(model).__name__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
     for label, batch in batches(seed, min(VOCABULARY, model.config.vocab_size)).items():
         logits, loss = evaluate(model, batch)
         grads = gradients(model)
@@ -239,7 +223,10 @@ def write_reference(config: dict, out: Path, seed: int) -> dict:
         arrays |= {f"{label}/grad/{name}": array for name, array in grads.items()}
         facts[label] = {"loss": loss, "logits": float(logits.std())}
         facts["zero"] = sorted(name for name, array in grads.items() if not array.any())
-    facts |= {"layers": config.get("num_hidden_layers"), "parameters": sum(p.numel() for p in model.parameters())}
+    facts |= {
+        "layers": config.get("num_hidden_layers"),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     facts["buffers"] = sorted(set(recipe) - set(grads))
     np.savez(out / "reference.npz", **arrays)
     (out / "recipe.json").write_text(json.dumps(recipe))

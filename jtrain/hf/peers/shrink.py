@@ -39,9 +39,22 @@ EQUAL = {
 AT_MOST = {
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 8,
     ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "top_k"): 3,
-    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_groups", "mamba_n_groups", "o_groups"): 2,
+    (
+        "n_shared_experts",
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "n_groups",
+        "mamba_n_groups",
+        "o_groups",
+    ): 2,
     ("zero_expert_num",): 4,
-    ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size", "window_size"): WINDOW,
+    (
+        "sliding_window",
+        "sliding_window_size",
+        "local_attention",
+        "attention_window_size",
+        "window_size",
+    ): WINDOW,
     ("attention_chunk_size", "index_topk", "floor_scale", "log_scaling_n_floor", "rel_extent"): 32,
     ("original_max_position_embeddings", "index_block_size"): 32,
     ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"): POSITIONS,
@@ -104,7 +117,9 @@ def _heads(full: dict) -> dict:
             continue
         is_state_space = heads_field == "num_heads" and "state_size" in full
         changes[heads_field] = 8 if is_state_space else 4
-        kv_field = KV_HEADS[3] if heads_field.startswith("swa") else next((f for f in KV_HEADS if f in full), None)
+        kv_field = (
+            KV_HEADS[3] if heads_field.startswith("swa") else next((f for f in KV_HEADS if f in full), None)
+        )
         if kv_field and _is_size(full.get(kv_field)):
             count = full[kv_field]
             changes[kv_field] = 4 if count == heads else 1 if count == 1 else 2
@@ -115,7 +130,9 @@ def _heads(full: dict) -> dict:
         if _is_size(full.get(key)):
             changes |= {key: 4 if full[key] == full[value] else 2, value: 4}
     if _is_size(full.get("linear_value_head_dim")):
-        changes["linear_value_head_dim"] = 16 if full["linear_value_head_dim"] == full["linear_key_head_dim"] else 32
+        changes["linear_value_head_dim"] = (
+            16 if full["linear_value_head_dim"] == full["linear_key_head_dim"] else 32
+        )
     if _is_size(full.get("rotary_dim")) and _is_size(full.get("head_dim")):
         changes["rotary_dim"] = changes["head_dim"] * full["rotary_dim"] // full["head_dim"]
     elif _is_size(full.get("rotary_dim")):
@@ -189,7 +206,8 @@ def _of_layer(settings: dict | None, layer: int) -> dict:
 def _small_layer(settings: dict, full: dict) -> dict:
     """Fields of one layer, shrunk: heads twice as wide where they are wider than the others'."""
     sizes = {"head_dim": 64 if settings.get("head_dim", 0) > (full.get("head_dim") or 0) else 32}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    is_grouped = settings.get("num_key_value_heads") != settings.get("num_attention_heads")
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
     rules = {field: size for fields, size in (*EQUAL.items(), *AT_MOST.items()) for field in fields} | sizes
     return {field: rules.get(field, value) if _is_size(value) else value for field, value in settings.items()}
 
@@ -197,7 +215,7 @@ def _small_layer(settings: dict, full: dict) -> dict:
 def _is_index_list(values: list, count: int) -> bool:
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return False
-    return values == sorted(set(values)) and 0 <= values[0] and values[-1] < count and len(values) > 2
+    return values == sorted(set(values)) and values[0] >= 0 and values[-1] < count and len(values) > 2
 
 
 def _rows(kinds: list, step: int) -> list[int]:
