@@ -1,4 +1,4 @@
-"""Weights, batches and summaries that follow from names and numbers alone, with numpy: the same with and without torch."""
+"""Weights, batches and summaries that follow from names and numbers alone: the same with and without torch."""
 
 import zlib
 

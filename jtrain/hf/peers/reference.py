@@ -14,6 +14,7 @@ they are ones and zeros, with which a missing one shows nowhere.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class Refused(Exception):
 
 def split_set(text: str) -> tuple[str, object]:
     """Field and value of `FIELD=JSON`."""
-    field, equals, value = text.partition("=")
+    field, _, value = text.partition("=")
     try:
         return field, json.loads(value)
     except ValueError:
@@ -147,10 +148,8 @@ def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTra
     for kind_of_key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not report[kind_of_key], (kind_of_key, report[kind_of_key])
     if hasattr(model, "set_experts_implementation"):
-        try:
+        with contextlib.suppress(ValueError, AttributeError):
             model.set_experts_implementation("eager")
-        except (ValueError, AttributeError):
-            pass
     return model.eval(), recipe
 
 
