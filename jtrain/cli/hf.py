@@ -2,13 +2,17 @@
 
 python -m jtrain.hf export --workdir runs/tiny --out out/tiny --dtype bfloat16
 python -m jtrain.hf import --from models/Llama-3.1-8B --workdir runs/llama8b --config=llama8b
+python -m jtrain.hf prove models/Llama-3.1-8B --torch-python T/bin/python
 """
 
+import dataclasses
 import os
 from pathlib import Path
 
-from jtrain.cli.options import add_config, add_step, add_workdir
-from jtrain.cli.run import Args, Command, Parser, Verb
+from jtrain.cli.options import add_config, add_json, add_step, add_workdir
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
+from jtrain.report.table import Table, numbers, words
+from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
 
 
@@ -58,6 +62,64 @@ def import_(args: Args) -> int:
     return 0
 
 
+def add_prove_options(parser: Parser) -> None:
+    """Declares the options of `prove`."""
+    parser.add_argument(
+        "--source",
+        required=True,
+        metavar="MODEL",
+        help="a config.json, a folder with one, or a model_type of transformers, whose default config is taken",
+    )
+    parser.add_argument(
+        "--torch-python",
+        default=os.environ.get("PEER_TORCH_PYTHON"),
+        metavar="PYTHON",
+        help="interpreter that has torch and transformers; or $PEER_TORCH_PYTHON",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="FIELD=JSON",
+        help="set one field of config.json, like attention_bias=true",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    add_json(parser)
+
+
+def prove(args: Args) -> int:
+    """Prints the comparisons; returns the exit code, 1 if anything differs."""
+    # An option of XLA that must be set before jax starts, so jax is imported below.
+    start_jax(os.environ, emulate_devices=8)
+    import jax
+
+    from jtrain.hf import prove as proofs
+
+    # The steps compile for longer than they compute.
+    jax.config.update("jax_disable_most_optimizations", True)
+    proof = proofs.prove(args.source, args.torch_python, sets=args.sets, seed=args.seed)
+    facts = proof.facts
+    table = Table(
+        f"{facts['class']} of transformers {facts['transformers']}, torch {facts['torch']}: "
+        f"{proof.config['model_type']}, {facts['parameters']:,} parameters",
+        words("compared with", "of") + numbers("largest difference", "allowed") + words("", "where"),
+    )
+    for check in proof.checks:
+        if check.difference is None:
+            table.add(check.compared, check.quantity, "", "", "refused", check.where)
+        else:
+            verdict = "equal" if check.is_equal else "UNEQUAL"
+            figures = f"{check.difference:.1e}", f"{check.bound:.0e}"
+            table.add(check.compared, check.quantity, *figures, verdict, check.where)
+    print(table.title, *table.lines(), sep="\n")
+    unequal = sum(not check.is_equal for check in proof.checks)
+    print(f"{unequal} of {len(proof.checks)} comparisons are unequal" if unequal else "everything is equal")
+    rows = [dataclasses.asdict(check) | {"is_equal": check.is_equal} for check in proof.checks]
+    write_json(args, {"is_equal": proof.is_equal, "facts": facts, "config": proof.config, "checks": rows})
+    return exit_codes.DONE if proof.is_equal else exit_codes.BUG
+
+
 def _start_jax() -> None:
     """Starts jax on the CPU: conversion computes nothing, and host memory has room for a whole model."""
     start_jax(os.environ, emulate_devices=1)
@@ -82,6 +144,17 @@ VERB = Verb(
             "batch. `python -m jtrain.launch` with the same --workdir, --config, --with and --set continues "
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
+        ),
+        "prove": Command(
+            "compare a model with transformers and with itself on every layout",
+            prove,
+            add_prove_options,
+            "Builds a small model of the config with drawn weights in float32, two to eight layers, and "
+            "compares logits, loss and the gradient of every parameter with transformers' own class, rows of "
+            "one document and rows of several, then the first step of each layout with one device. Weights of "
+            "a folder are not read.",
+            exits="exit codes: 0 everything is equal; 1 something differs; 2 the message says what to change.",
+            subject="source",
         ),
     },
 )

@@ -114,7 +114,7 @@ class Command:
     add_options: Callable[[Parser], None] = lambda parser: None
     description: str = ""
     exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
-    subject: Literal["", "config", "workdir"] = ""
+    subject: Literal["", "config", "workdir", "source"] = ""
     ignores_unknown: bool = False
 
     def parser(self, prog: str, listing: str = "") -> Parser:

@@ -7,13 +7,10 @@ IGNORED = -1
 """Target where there is nothing to predict, `jtrain.layout.constants.IGNORE`; the test holds the two
 together."""
 
-type BatchArrays = dict[str, np.ndarray]
-"""token_BL, target_BL, position_BL and segment_BL, int32."""
 
-
-def draw_batch(seed: int, vocab_size: int) -> BatchArrays:
-    """Draws [ROWS, COLUMNS]: an empty row, a row without targets, one-token documents, padding, masked
-    prompts.
+def draw_batch(seed: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """Draws the arrays of a batch, [ROWS, COLUMNS]: an empty row, a row without targets, one-token documents,
+    padding, masked prompts.
 
     Every row has documents of other lengths, so microbatches and devices differ in positions, segments and in
     the number of targets; positions restart at 0 in each document, and a document's last token has no target.

@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 
 from jtrain.bench.layout_trials import float64
-from jtrain.bench.layout_trials.settings import FAMILIES, Setting, descent_of, is_exact, is_float32
-from jtrain.bench.layout_trials.steps import REJECTED, Course
+from jtrain.bench.layout_trials.settings import (
+    FAMILIES,
+    REJECTED,
+    Setting,
+    descent_of,
+    is_exact,
+    is_float32,
+)
+from jtrain.config.course import GRADIENT, LOSS, Course
 
-GRADIENT = 1e-5
-"""Largest difference of a gradient in float32, of the largest element of its array. One device: 2e-6 off
-float64."""
-LOSS = 2e-6
-"""Largest relative difference of the first loss and gradient norm in float32."""
 NATS = 2e-5
 """Largest difference of a token's cross entropy in float32, in nats."""
 MEASURED = 10.0

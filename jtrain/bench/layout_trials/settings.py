@@ -24,6 +24,8 @@ DEVICES = 8
 NUM_STEPS = 20
 """Length of the schedule; a trial makes only its first steps."""
 VOCABULARY = 64
+REJECTED = 2
+"""Number of the step, from 1, whose update `step.rejects` leaves out."""
 
 type Setting = dict[str, Any]
 """Value of every factor by its path."""

@@ -1,16 +1,18 @@
 """One trial: a setting's steps against its references, which many trials share."""
 
+import contextlib
 import dataclasses
 import functools
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jtrain.bench.layout_trials import float64
-from jtrain.bench.layout_trials.adversarial_batch import BatchArrays, draw_batch
+from jtrain.bench.layout_trials.adversarial_batch import draw_batch
 from jtrain.bench.layout_trials.bounds import NOISE, Comparison, References, compare
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
+    REJECTED,
     VOCABULARY,
     Setting,
     as_text,
@@ -18,12 +20,14 @@ from jtrain.bench.layout_trials.settings import (
     defaults,
     descent_of,
     is_float32,
+    make_run,
     one_device,
     refusal,
     sizes_of,
 )
-from jtrain.bench.layout_trials.steps import REJECTED, Course, Trainer
+from jtrain.config.course import BatchArrays, Course, Trainer
 from jtrain.errors import UserError
+from jtrain.model import expert_dispatch
 
 STEPS = 3
 VARIANTS = 3
@@ -61,9 +65,8 @@ class Lab:
         try:
             # Three sequences of batches are shared by all trials, so that references are trained once.
             references, batches = self.references(setting, number % VARIANTS)
-            comparison = compare(
-                setting, Trainer(setting).train(batches, references.one_device.first_state), references
-            )
+            course = train(make_trainer(setting), setting, batches, references.one_device.first_state)
+            comparison = compare(setting, course, references)
         except UserError as error:
             # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
             return Result(setting, [str(error)], {}, time.perf_counter() - start, error)
@@ -93,7 +96,7 @@ class Lab:
         raise AssertionError("every sequence of batches has a token that two experts serve equally well")
 
     def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
-        return _trainer(key).train(batches_of(variant), None)
+        return train(_trainer(key), defaults() | dict(key), batches_of(variant), None)
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
@@ -112,7 +115,39 @@ class Lab:
 # Sixteen compiled steps at most: each holds a program and its buffers.
 @functools.lru_cache(maxsize=16)
 def _trainer(key: tuple[tuple[str, object], ...]) -> Trainer:
-    return Trainer(defaults() | dict(key))
+    return make_trainer(defaults() | dict(key))
+
+
+def make_trainer(setting: Setting) -> Trainer:
+    """The compiled step of a setting."""
+    return Trainer(make_run(setting), checksums=setting["step.checksums"])
+
+
+def train(trainer: Trainer, setting: Setting, batches: Sequence[BatchArrays], first_state: object) -> Course:
+    """One step on each batch, as a setting says.
+
+    Args:
+      first_state: of the same run on one device, unless the setting draws its own first weights.
+    """
+    with _pieces_of_experts(setting["step.pieces of experts"] == "several"):
+        return trainer.train(
+            batches,
+            None if setting["step.first weights"] == "drawn" else first_state,
+            evaluates=setting["step.evaluates"],
+            rejected=REJECTED if setting["step.rejects"] else None,
+        )
+
+
+@contextlib.contextmanager
+def _pieces_of_experts(several: bool) -> Iterator[None]:
+    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few they are."""
+    previous_rows = expert_dispatch.MIN_PIECE_ROWS
+    # The library cuts large pieces only; with 1 row as the least, the small batches are cut too.
+    expert_dispatch.MIN_PIECE_ROWS = 1 if several else previous_rows
+    try:
+        yield
+    finally:
+        expert_dispatch.MIN_PIECE_ROWS = previous_rows
 
 
 def _key(setting: Setting) -> tuple[tuple[str, object], ...]:

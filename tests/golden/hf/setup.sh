@@ -1,13 +1,15 @@
 #!/bin/sh
 # Makes one Python environment with torch and transformers 4 and one with transformers 5, and writes the reference
-# directories beside this script anew with both.
+# directories beside this script and the golden arrays of tests/families anew.
 #
 #     tests/golden/hf/setup.sh [FOLDER]        default: /tmp/jtrain-transformers; about 2 GB, needs a package index
 #
 # PYTHON names the interpreter (default: python3.11). Where the package index serves only the CUDA build of torch, set
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. The environments stay, so that exports can be checked:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. The environments stay, so that exports can be checked and
+# families proved:
 #
 #     PEER_TORCH_PYTHON=/tmp/jtrain-transformers/v5/bin/python pytest -m slow tests/hf
+#     python -m jtrain.hf prove qwen3 --torch-python /tmp/jtrain-transformers/v5/bin/python
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-/tmp/jtrain-transformers}
@@ -25,3 +27,4 @@ for version in v4 v5; do
     "$folder/$version/bin/python" "$here/make.py"
     "$folder/$version/bin/python" "$here/make_moe.py"
 done
+PYTHONPATH="$here/../../../jtrain/hf/peers" "$folder/v5/bin/python" "$here/../../families/peers/make.py"

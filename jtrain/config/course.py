@@ -1,31 +1,31 @@
-"""Some real steps on a setting's layout, and all that can be compared of them, layers in model order."""
+"""Some real steps of a run on its layout, and all that can be compared of them, layers in model order."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, BatchArrays
-from jtrain.bench.layout_trials.settings import Setting, count_devices, make_run
-from jtrain.config.run import run_layout
+from jtrain.config.run import Run, run_layout
 from jtrain.data.constructor.context_order import context_order
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import make_mesh
-from jtrain.model import expert_dispatch
-from jtrain.model.param import map_params
+from jtrain.model.param import Params, map_params
 from jtrain.optim import build
 from jtrain.optim.state import flatten_by_path
 from jtrain.step.guard import GuardState
-from jtrain.step.state import abstract_state, init_state, shardings_of
+from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 
-REJECTED = 2
-"""Number of the step, from 1, whose update `step.rejects` leaves out."""
+GRADIENT = 1e-5
+"""Largest difference that a layout may make to a gradient in float32, of the largest element of its array."""
+LOSS = 2e-6
+"""Largest relative difference that a layout may make to a loss and to a gradient's norm in float32."""
 
+type BatchArrays = Mapping[str, np.ndarray]
+"""token_BL, target_BL, position_BL and segment_BL, int32, whole."""
 type ArraysByPath = dict[str, np.ndarray]
 """Arrays by path; the optimizer's have the name of the array in front."""
 
@@ -57,49 +57,43 @@ class Course:
     unchanged: bool = True
 
 
-@contextlib.contextmanager
-def pieces_of_experts(several: bool) -> Iterator[None]:
-    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few they are."""
-    previous_rows = expert_dispatch.MIN_PIECE_ROWS
-    # The library cuts large pieces only; with 1 row as the least, the small batches are cut too.
-    expert_dispatch.MIN_PIECE_ROWS = 1 if several else previous_rows
-    try:
-        yield
-    finally:
-        expert_dispatch.MIN_PIECE_ROWS = previous_rows
-
-
 class Trainer:
-    """The compiled step of one setting; `train` runs it from the first state on any batches."""
+    """The compiled step of a run, on the first of this process's devices; `train` runs it on any batches."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        run = make_run(setting)
+    def __init__(self, run: Run, *, checksums: bool = False) -> None:
         self.layout = run_layout(run)
         # A smaller mesh takes the first of the emulated devices.
-        self.mesh = make_mesh(run.mesh, jax.devices()[: count_devices(setting)])
+        self.mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
         self.infos = run.model.param_infos()
         self.optimizer = build(
             run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos)
         )
         self.model = run.model
-        self.step = make_train_step(
-            self.model, self.optimizer, self.layout, self.mesh, checksums=setting["step.checksums"]
-        )
+        self.step = make_train_step(self.model, self.optimizer, self.layout, self.mesh, checksums=checksums)
         # Columns in the order in which the context axis has them.
-        self.columns = context_order(COLUMNS, run.mesh.context, self.layout.context_order)
+        self.columns = context_order(run.data.seq_len, run.mesh.context, self.layout.context_order)
 
-    def train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
+    def first_state(self, params: Params | None = None) -> TrainState:
+        """The whole state before the first step, on the host; drawn, but for `params`."""
+        state = jax.device_get(init_state(self.layout, self.optimizer, self.mesh, seed=0))
+        return state if params is None else dataclasses.replace(state, params=params)
+
+    def train(
+        self,
+        batches: Sequence[BatchArrays],
+        first_state: Any = None,
+        *,
+        evaluates: bool = False,
+        rejected: int | None = None,
+    ) -> Course:
         """One step on each batch.
 
         Args:
-          first_state: of the same run on one device, unless the setting draws its own first weights.
+          first_state: of the same run on one device; None draws the layout's own.
+          evaluates: also evaluates the first parameters on the first batch.
+          rejected: number of the step, from 1, whose update is left out.
         """
-        with pieces_of_experts(self.setting["step.pieces of experts"] == "several"):
-            return self._train(batches, first_state)
-
-    def _train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
-        if self.setting["step.first weights"] == "drawn":
+        if first_state is None:
             # Weights drawn by the layout itself: they must be those of one device.
             state = init_state(self.layout, self.optimizer, self.mesh, seed=0)
         else:
@@ -111,15 +105,15 @@ class Trainer:
         drawn_state = jax.device_get(state)
         placed = [self._place(batch) for batch in batches]
         nats_BL = None
-        if self.setting["step.evaluates"]:
+        if evaluates:
             nats_BL = np.asarray(make_eval_step(self.model, self.layout, self.mesh)(state.params, placed[0]))
             # argsort inverts the permutation of the columns.
             nats_BL = nats_BL[:, np.argsort(self.columns)]
-        if self.setting["step.rejects"]:
+        if rejected is not None:
             assert isinstance(state.guard, GuardState)
             left_out = jax.device_put(
                 # The guard's list of steps to leave out has a fixed length; 0 is no step.
-                np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32),
+                np.array([rejected] + [0] * (len(state.guard.left_out) - 1), np.int32),
                 state.guard.left_out.sharding,
             )
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
@@ -127,7 +121,7 @@ class Trainer:
         course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
             state_before = None
-            if self.setting["step.rejects"] and number + 1 == REJECTED:
+            if number + 1 == rejected:
                 # Fetched before the step, which donates the state.
                 state_before = jax.device_get((state.params, state.opt_state, state.scaling))
             state, metrics = self.step(state, batch)

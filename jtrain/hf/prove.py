@@ -1,0 +1,193 @@
+"""Proof of one model: logits, loss and every gradient as transformers has them, and on every layout as on one device.
+
+All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own class,
+rows of one document and rows of several; `against_one_device` compares layouts with that device. A layout that is
+refused is no failure: its reason is part of the result.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.config.course import GRADIENT, LOSS, Course, Trainer
+from jtrain.config.run import EvalSpec, Run, validate
+from jtrain.data import PackedText
+from jtrain.errors import UserError, first_few
+from jtrain.hf.directory import open_tensors, read_config
+from jtrain.hf.mapping import from_hf, to_hf
+from jtrain.hf.model_config import model_from_config
+from jtrain.hf.peer import PeerBatch, read_results, run_peer
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.forward_placement import single_device
+from jtrain.model.param import Params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW
+
+PEER = 1e-5
+"""Largest relative difference from transformers: of logits to the largest one, of a gradient to its norm."""
+SMALL = 1e-2
+"""Gradients whose norm is below this share of the whole gradient's are compared with that share: float32 has no more
+digits of a sum that cancels, like the gradient of a key's bias without rotary positions, which is 0."""
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tensor 2": (dict(tensor=2), {}),
+    "context 2": (dict(context=2), {}),
+    "expert 2": (dict(expert=2), {}),
+    "stage 2": (dict(stage=2), dict(microbatches=2)),
+    "ZeRO 3 over data 2": (dict(data=2), dict(zero_stage=3)),
+    "stage 2, context 2, tensor 2": (dict(stage=2, context=2, tensor=2), dict(microbatches=2)),
+    "ZeRO 3 over data 2, context 2, tensor 2": (dict(data=2, context=2, tensor=2), dict(zero_stage=3)),
+}
+"""Layouts by name: axes of the mesh, fields of `LayoutSpec`."""
+DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    difference, bound: the largest relative difference, and the one that is allowed; None where the layout is refused.
+    where: the tensor of the largest difference, or the reason of a refusal.
+    """
+
+    compared: str
+    quantity: str
+    difference: float | None
+    bound: float
+    where: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True unless the difference is over the bound; a difference that is not a number is."""
+        return self.difference is None or self.difference <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What transformers said of its model, and every comparison."""
+
+    facts: dict[str, Any]
+    config: dict[str, Any]
+    checks: list[Check]
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing differs."""
+        return all(check.is_equal for check in self.checks)
+
+
+def prove(source: str, python: str | None, *, sets: Sequence[str], seed: int) -> Proof:
+    """Proves the model of a config.json, of the folder of one, or of a `model_type`; needs 8 devices.
+
+    Raises:
+      UserError: as `run_peer`, or jtrain does not have this model.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        facts = run_peer(python, source, folder, sets=sets, seed=seed)
+        config = read_config(folder)
+        model = model_from_config(config)
+        with open_tensors(folder) as tensors:
+            params = from_hf(tensors, model, dtype="float32")
+        batches = read_results(folder)
+    checks = [
+        check
+        for label, batch in batches.items()
+        for check in against_peer(label, model, params, batch, without_gradient=set(facts["buffers"]))
+    ]
+    checks += against_one_device(model, params, batches["packed"].arrays)
+    return Proof(facts, config, checks)
+
+
+def against_peer(
+    label: str, model: Transformer, params: Params, batch: PeerBatch, *, without_gradient: set[str]
+) -> Iterator[Check]:
+    """Compares one device with transformers."""
+    ours = Batch(**jax.tree.map(jnp.asarray, batch.arrays))
+    num_targets = int((batch.arrays["target_BL"] >= 0).sum())
+    is_token = batch.arrays["segment_BL"] > 0
+    logits_BLV = np.asarray(jax.jit(model.logits)(params, ours))
+    difference = np.abs(logits_BLV - batch.logits_BLV)[is_token].max() / np.abs(batch.logits_BLV).max()
+    yield Check(f"transformers, {label}", "logits", float(difference), PEER)
+
+    def loss(params: Params) -> jax.Array:
+        return model.loss(params, ours, single_device("float32"))[0] / num_targets
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    yield Check(f"transformers, {label}", "loss", abs(float(value) / batch.loss - 1), PEER)
+    theirs = dict(to_hf(gradients, model, dtype="float32"))
+    names = set(theirs) - without_gradient
+    if names != set(batch.gradients):
+        both = first_few(sorted(names ^ set(batch.gradients)), 4)
+        yield Check(f"transformers, {label}", "gradients", np.inf, PEER, f"not on both sides: {both}")
+        return
+    yield worst_gradient(f"transformers, {label}", theirs, batch.gradients)
+
+
+def worst_gradient(compared: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Check:
+    """The gradient that differs most, relative to its norm."""
+    norms = {name: float(np.linalg.norm(array.astype(np.float64))) for name, array in want.items()}
+    floor = SMALL * float(np.linalg.norm(list(norms.values())))
+    differences = {
+        name: float(np.linalg.norm((got[name] - want[name]).astype(np.float64))) / max(norm, floor)
+        for name, norm in norms.items()
+    }
+    # NaN is the worst of all.
+    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+    return Check(compared, "gradients", differences[worst], PEER, worst)
+
+
+def against_one_device(model: Transformer, params: Params, arrays: dict[str, np.ndarray]) -> Iterator[Check]:
+    """Compares the first step of every layout with that of one device."""
+    trainer = Trainer(_run(model, arrays, {}, {}))
+    first_state = trainer.first_state(params)
+    want = trainer.train([arrays], first_state)
+    for name, (axes, fields) in LAYOUTS.items():
+        try:
+            run = _run(model, arrays, axes, fields)
+            validate(run)
+            got = Trainer(run).train([arrays], first_state)
+        except UserError as error:
+            yield Check(name, "refused", None, 0.0, str(error))
+            continue
+        yield from _compare(name, got, want)
+
+
+def _compare(name: str, got: Course, want: Course) -> Iterator[Check]:
+    yield Check(name, "loss", abs(got.losses[0] / want.losses[0] - 1), LOSS)
+    differences = {
+        path: float(np.abs(got.moments[path] - mu).max() / (np.abs(mu).max() or 1.0))
+        for path, mu in want.moments.items()
+        if path.startswith("mu ")
+    }
+    worst = max(differences, key=lambda path: np.nan_to_num(differences[path], nan=np.inf))
+    yield Check(name, "gradients", differences[worst], GRADIENT, worst.removeprefix("mu "))
+
+
+def _run(
+    model: Transformer, arrays: dict[str, np.ndarray], axes: dict[str, int], fields: dict[str, Any]
+) -> Run:
+    rows, columns = arrays["token_BL"].shape
+    return Run(
+        seed=0,
+        num_steps=2,
+        mesh=MeshSpec(**{"data": 1, **axes}),
+        layout=LayoutSpec(**{"zero_stage": 0, **fields}),
+        precision=PrecisionSpec(
+            param_dtype="float32", compute_dtype="float32", reduce_dtype="float32", grad_accum_dtype="float32"
+        ),
+        model=model,
+        # Without clipping, the first moment of the first step is (1 - b1) times the gradient.
+        optimizer=AdamW(peak_lr=1e-3, warmup_steps=1, clip_norm=None),
+        data=PackedText(path="", seq_len=columns, global_batch=rows),
+        eval=EvalSpec(every_steps=None),
+    )

@@ -1,0 +1,108 @@
+"""Families compute what transformers computes: logits, loss and the gradient of every tensor, rows of one document and
+rows of several, in float32.
+
+The golden arrays are made by tests/families/peers/make.py, where every document went through transformers alone.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain.errors import UserError
+from jtrain.hf.mapping import from_hf, to_hf
+from jtrain.hf.model_config import model_from_config
+from jtrain.hf.peers.draw import batches, draw, summary
+from jtrain.hf.prove import PEER, SMALL
+from jtrain.layout.dims import Batch
+from jtrain.model.forward_placement import single_device
+from jtrain.model.transformer import Transformer
+
+HERE = Path(__file__).parent
+CONFIGS: dict[str, dict[str, Any]] = json.loads((HERE / "configs.json").read_text())
+NOT_YET = (HERE / "not_yet.txt").read_text().split()
+"""Cases that jtrain cannot import; a family that is added leaves this list."""
+QUICK = ("llama_llama3", "qwen3", "qwen3_moe")
+SIGMAS = 5
+"""A projection onto a random direction is off by at most so many times the length of what is off."""
+
+
+def build(name: str) -> Transformer | None:
+    try:
+        return model_from_config(CONFIGS[name])
+    except UserError:
+        return None
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(HERE / "golden" / f"{name}.npz"))
+
+
+def test_the_families_that_are_missing_are_those_on_the_list() -> None:
+    """Every config is imported, or refused by a UserError and listed in not_yet.txt; every config has its arrays."""
+    assert sorted(name for name in CONFIGS if build(name) is None) == sorted(NOT_YET)
+    assert {path.stem for path in (HERE / "golden").iterdir()} == set(CONFIGS)
+
+
+@functools.cache
+def results(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """What jtrain computes for both batches of a case, as the golden arrays have it."""
+    model = build(name)
+    assert model is not None
+    recipe = json.loads(golden(name)["recipe"].item())
+    tensors = {
+        key: functools.partial(draw, key, tuple(shape), center, scale)
+        for key, (shape, center, scale) in recipe.items()
+    }
+    params = from_hf(tensors, model, dtype="float32")
+
+    @jax.jit  # one program for both batches
+    def compute(params: Any, batch: Batch, num_targets: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            return model.loss(params, batch, single_device("float32"))[0] / num_targets
+
+        return model.logits(params, batch), jax.value_and_grad(loss)(params)
+
+    out: dict[str, dict[str, np.ndarray]] = {}
+    with_gradient = json.loads(golden(name)["names"].item())
+    for label, arrays in batches(0, model.vocab_size).items():
+        batch = Batch(**jax.tree.map(jnp.asarray, arrays))
+        logits_BLV, (loss, grads) = compute(params, batch, jnp.float32((arrays["target_BL"] >= 0).sum()))
+        named = dict(to_hf(grads, model, dtype="float32"))
+        # Buffers like a router's correction bias are saved, and have no gradient.
+        assert set(named) - set(with_gradient) == set(recipe) - set(with_gradient)
+        logits_BLV = np.where((arrays["segment_BL"] > 0)[..., None], np.asarray(logits_BLV), 0)
+        out[label] = summary(logits_BLV, float(loss), {key: named[key] for key in with_gradient})
+    return out
+
+
+SUPPORTED = [name for name in CONFIGS if name not in NOT_YET]
+
+
+@pytest.mark.parametrize("label", ["unpacked", "packed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED]
+)
+def test_a_family_computes_what_transformers_computes(name: str, label: str) -> None:
+    """Loss, logits and gradients agree within 1e-5, relative to the largest logit and to a gradient's norm."""
+    got = results(name)[label]
+    want = {key: golden(name)[f"{label}/{key}"] for key in got}
+    assert want["logits"].std() > 0.01, "flat logits would agree with anything"
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=PEER)
+    for key in ("logits", "projected"):
+        np.testing.assert_allclose(
+            got[key], want[key], rtol=0, atol=PEER * np.abs(want[key]).max(), err_msg=key
+        )
+    norms = want["gradients"][:, 0]
+    # Sums that cancel have no more digits than the largest of their terms.
+    bound = PEER * np.maximum(norms, SMALL * np.linalg.norm(norms))
+    difference = np.abs(got["gradients"] - want["gradients"]) / bound[:, None]
+    names = np.array(json.loads(golden(name)["names"].item()))
+    assert np.all(difference[:, 0] <= 1), names[difference[:, 0] > 1]
+    assert np.all(difference[:, 1:] <= SIGMAS), names[(difference[:, 1:] > SIGMAS).any(axis=1)]
