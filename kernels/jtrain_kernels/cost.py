@@ -338,7 +338,7 @@ def mamba2_flops(avals: Avals) -> float:
     x, b, chunk = array(avals, "x_BLNP"), array(avals, "b_BLKS"), avals["chunk"]
     assert isinstance(chunk, int)
     (B, L, N, P), (K, S) = x.shape, b.shape[2:]
-    return B * L * (2 * chunk * S * K + N * (2 * chunk * P + 4 * S * P))
+    return float(B * L * (2 * chunk * S * K + N * (2 * chunk * P + 4 * S * P)))
 
 
 def mamba2_s(device: DeviceSpec, avals: Avals) -> float | None:

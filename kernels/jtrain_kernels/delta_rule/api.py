@@ -67,7 +67,7 @@ def delta_rule(
         raise UserError(f"delta_rule: {N} value heads are no multiple of {K} key heads.")
     if g.ndim == 4 and g.shape[3] != H:
         raise UserError(f"delta_rule: g has {g.shape[3]} channels per head, but a key has {H}.")
-    check_chunk("delta_rule", chunk, power_of_two=True)
+    check_chunk("delta_rule", chunk)
     if normalize:
         q_BLKH, k_BLKH = map(_normalize, (q_BLKH, k_BLKH))
     arrays = dict(

@@ -19,8 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.delta_rule.reference import delta_rule_token
-from jtrain_kernels.recurrence.chunks import scan_groups
-from jtrain_kernels.recurrence.scores import decayed_scores, einsum, invert_unit_lower
+from jtrain_kernels.recurrence.chunks import scan_groups, shorten_chunk
+from jtrain_kernels.recurrence.scores import (
+    decayed_scores,
+    einsum,
+    invert_unit_lower,
+    sum_after,
+    visible_pairs,
+)
 
 
 def delta_rule(
@@ -43,15 +49,13 @@ def delta_rule(
         token = (q * scale, k, v_BLNP[:, 0].astype(jnp.float32), g_BLNE[:, 0], beta_BLN[:, 0])
         state, y_BNP = delta_rule_token(state, token)
         return y_BNP[:, None].astype(v_BLNP.dtype), state
-    # A row of a few tokens is one short chunk.
-    chunk = min(chunk, 1 << (L - 1).bit_length())
 
     def by_key_head(x_BLN: Array) -> Array:
         return x_BLN.reshape(B, L, K, N // K, *x_BLN.shape[3:])
 
     arrays = (q_BLKH, k_BLKH, *map(by_key_head, (v_BLNP, g_BLNE, beta_BLN)))
     state = state_BNHP.reshape(B, K, N // K, H, -1)
-    state, y_BLKGP = scan_groups(partial(_group, scale), state, document_BL, arrays, chunk)
+    state, y_BLKGP = scan_groups(partial(_group, scale), state, document_BL, arrays, shorten_chunk(chunk, L))
     return y_BLKGP.reshape(v_BLNP.shape), state.reshape(state_BNHP.shape)
 
 
@@ -59,41 +63,42 @@ def _group(
     scale: float, state_BKGHP: Array, before_ZB: Array, tokens: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """State after a group of chunks, and the results; heads are K key heads of G value heads each."""
-    document_ZBL, q_ZBLKH, k_ZBLKH, v_ZBLKGP, g_ZBLKGE, beta_ZBLKG = tokens
-    dtype = v_ZBLKGP.dtype
-    sum_ZBLKGE = jnp.cumsum(g_ZBLKGE, axis=2)
+    document_ZBL, *of_tokens = tokens
+    q_ZBKLH, k_ZBKLH = (jnp.moveaxis(x, 2, 3) for x in of_tokens[:2])
+    v_ZBKGLP, g_ZBKGLE, beta_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[2:])
+    dtype = v_ZBKGLP.dtype
+    sum_ZBKGLE = jnp.cumsum(g_ZBKGLE, axis=4)
     reads_ZBL = document_ZBL == before_ZB[..., None]
     writes_ZBL = document_ZBL == document_ZBL[..., -1:]
 
-    def decayed(x_ZBLKH: Array, log_decay: Array, mask_ZBL: Array) -> Array:
+    def decayed(x_ZBKLH: Array, log_decay_ZBKGLE: Array, mask_ZBL: Array) -> Array:
         """`x exp(log_decay)` where the mask is true, in the dtype of matmuls; 0 elsewhere."""
-        decay = jnp.where(jnp.expand_dims(mask_ZBL, (3, 4, 5)), jnp.exp(log_decay), 0.0)
-        return (x_ZBLKH[..., None, :] * decay).astype(dtype)
+        decay = jnp.where(mask_ZBL[:, :, None, None, :, None], jnp.exp(log_decay_ZBKGLE), 0.0)
+        return (x_ZBKLH[:, :, :, None] * decay).astype(dtype)
 
-    k_read, q_read = (decayed(x, sum_ZBLKGE, reads_ZBL) for x in (k_ZBLKH, q_ZBLKH))
-    k_write = decayed(k_ZBLKH, sum_ZBLKGE[:, :, -1:] - sum_ZBLKGE, writes_ZBL)
-    end_ZBKGE = jnp.exp(sum_ZBLKGE[:, :, -1])
-    keep_ZBKGE = jnp.where(jnp.expand_dims(reads_ZBL[..., -1], (2, 3, 4)), end_ZBKGE, 0.0)
+    k_read, q_read = (decayed(x, sum_ZBKGLE, reads_ZBL) for x in (k_ZBKLH, q_ZBKLH))
+    k_write = decayed(k_ZBKLH, sum_after(g_ZBKGLE, 4), writes_ZBL)
+    reads_end_ZB = jnp.expand_dims(reads_ZBL[..., -1], (2, 3, 4))
+    keep_ZBKGE = jnp.where(reads_end_ZB, jnp.exp(sum_ZBKGLE[..., -1, :]), 0.0)
 
-    kk_ZBKGLM, qk_ZBKGLM = decayed_scores(q_ZBLKH, k_ZBLKH, sum_ZBLKGE, document_ZBL)
-    beta_ZBKGL = jnp.moveaxis(beta_ZBLKG, 2, 4)
+    kk_ZBKGLM, qk_ZBKGLM = decayed_scores(q_ZBKLH, k_ZBKLH, g_ZBKGLE, visible_pairs(document_ZBL))
     system_ZBKGLM = kk_ZBKGLM * beta_ZBKGL[..., None]
     inverse_RLM = invert_unit_lower(system_ZBKGLM.reshape(-1, *system_ZBKGLM.shape[4:]))
     inverse_ZBKGLM = inverse_RLM.reshape(system_ZBKGLM.shape) * beta_ZBKGL[..., None, :]
     inverse_ZBKGLM = inverse_ZBKGLM.astype(dtype)
-    u_ZBLKGP = einsum("zbkglm,zbmkgp->zblkgp", inverse_ZBKGLM, v_ZBLKGP)
-    w_ZBLKGH = einsum("zbkglm,zbmkgh->zblkgh", inverse_ZBKGLM, k_read).astype(dtype)
+    u_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", inverse_ZBKGLM, v_ZBKGLP)
+    w_ZBKGLH = einsum("zbkglm,zbkgmh->zbkglh", inverse_ZBKGLM, k_read).astype(dtype)
 
     def advance(state_BKGHP: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w, k_write, keep = chunk
-        u = (u - einsum("blkgh,bkghp->blkgp", w, state_BKGHP.astype(dtype))).astype(dtype)
-        next_state = state_BKGHP * keep[..., None] + einsum("blkgh,blkgp->bkghp", k_write, u)
+        u = (u - einsum("bkglh,bkghp->bkglp", w, state_BKGHP.astype(dtype))).astype(dtype)
+        next_state = state_BKGHP * keep[..., None] + einsum("bkglh,bkglp->bkghp", k_write, u)
         return next_state, (state_BKGHP.astype(dtype), u)
 
-    state_BKGHP, (state_ZBKGHP, u_ZBLKGP) = jax.lax.scan(
-        advance, state_BKGHP, (u_ZBLKGP, w_ZBLKGH, k_write, keep_ZBKGE)
+    state_BKGHP, (state_ZBKGHP, u_ZBKGLP) = jax.lax.scan(
+        advance, state_BKGHP, (u_ZBKGLP, w_ZBKGLH, k_write, keep_ZBKGE)
     )
-    y_ZBLKGP = einsum("zblkgh,zbkghp->zblkgp", q_read, state_ZBKGHP)
-    y_ZBLKGP += einsum("zbkglm,zbmkgp->zblkgp", qk_ZBKGLM.astype(dtype), u_ZBLKGP)
+    y_ZBKGLP = einsum("zbkglh,zbkghp->zbkglp", q_read, state_ZBKGHP)
+    y_ZBKGLP += einsum("zbkglm,zbkgmp->zbkglp", qk_ZBKGLM.astype(dtype), u_ZBKGLP)
     # Scaled here in float32: a scaled q would be rounded once more.
-    return state_BKGHP, (y_ZBLKGP * scale).astype(dtype)
+    return state_BKGHP, jnp.moveaxis((y_ZBKGLP * scale).astype(dtype), 4, 2)

@@ -46,7 +46,7 @@ def mamba2(
       initial: state of the tokens before, as returned by the call for them.
       split: of the row over devices; call it under shard_map. A part's state and decay are gathered from all
         devices; for them the part's last state is computed first.
-      chunk: tokens computed at once.
+      chunk: tokens computed at once; a power of two.
 
     Returns:
       y, and the state after the row: the same on all devices of `split`.
@@ -57,7 +57,7 @@ def mamba2(
     (B, _, N, P), (K, S) = x_BLNP.shape, b_BLKS.shape[2:]
     if N % K:
         raise UserError(f"mamba2: {N} heads are no multiple of {K} groups.")
-    check_chunk("mamba2", chunk, power_of_two=False)
+    check_chunk("mamba2", chunk)
     arrays = dict(x_BLNP=x_BLNP, dt_BLN=mask_padding(dt_BLN, segment_BL), b_BLKS=b_BLKS, c_BLKS=c_BLKS)
 
     def run(arrays: parts.Arrays, document_BL: Array, state_BNSP: Array) -> tuple[Array, Array]:

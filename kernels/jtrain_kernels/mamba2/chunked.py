@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.mamba2.reference import mamba2_token
-from jtrain_kernels.recurrence.chunks import scan_groups
-from jtrain_kernels.recurrence.scores import einsum, pair_decay, visible_pairs
+from jtrain_kernels.recurrence.chunks import scan_groups, shorten_chunk
+from jtrain_kernels.recurrence.scores import einsum, pair_decay, sum_after, visible_pairs
 
 
 def mamba2(
@@ -42,8 +42,6 @@ def mamba2(
         token = (x_BLNP[:, 0].astype(jnp.float32), dt_BLN[:, 0], b, c)
         state, y_BNP = mamba2_token(state, token, a_N, d_N)
         return y_BNP[:, None].astype(x_BLNP.dtype), state
-    # A row of a few tokens is one short chunk.
-    chunk = min(chunk, L)
     by_group = (B, L, K, N // K)
     arrays = (
         x_BLNP.reshape(*by_group, P),
@@ -54,7 +52,7 @@ def mamba2(
     )
     state = state_BNSP.reshape(B, K, N // K, *state_BNSP.shape[2:])
     group = partial(_group, d_N.reshape(K, N // K))
-    state, y_BLKGP = scan_groups(group, state, document_BL, arrays, chunk)
+    state, y_BLKGP = scan_groups(group, state, document_BL, arrays, shorten_chunk(chunk, L))
     return y_BLKGP.reshape(x_BLNP.shape), state.reshape(state_BNSP.shape)
 
 
@@ -62,27 +60,30 @@ def _group(
     d_KG: Array, state_BKGSP: Array, before_ZB: Array, tokens: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """State after a group of chunks, and the results; heads are K groups of G heads each."""
-    document_ZBL, x_ZBLKGP, dt_ZBLKG, log_decay_ZBLKG, b_ZBLKS, c_ZBLKS = tokens
-    dtype = x_ZBLKGP.dtype
-    sum_ZBLKG = jnp.cumsum(log_decay_ZBLKG, axis=2)
-    reads_ZBL11 = (document_ZBL == before_ZB[..., None])[..., None, None]
-    writes_ZBL11 = (document_ZBL == document_ZBL[..., -1:])[..., None, None]
-    read_ZBLKG = jnp.where(reads_ZBL11, jnp.exp(sum_ZBLKG), 0.0)
-    write_ZBLKG = jnp.where(writes_ZBL11, dt_ZBLKG * jnp.exp(sum_ZBLKG[:, :, -1:] - sum_ZBLKG), 0.0)
+    document_ZBL, *of_tokens = tokens
+    x_ZBKGLP, dt_ZBKGL, log_decay_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[:3])
+    b_ZBKLS, c_ZBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
+    dtype = x_ZBKGLP.dtype
+    sum_ZBKGL = jnp.cumsum(log_decay_ZBKGL, axis=4)
+    reads_ZBL = jnp.expand_dims(document_ZBL == before_ZB[..., None], (2, 3))
+    writes_ZBL = jnp.expand_dims(document_ZBL == document_ZBL[..., -1:], (2, 3))
+    read_ZBKGL = jnp.where(reads_ZBL, jnp.exp(sum_ZBKGL), 0.0)
+    write_ZBKGL = jnp.where(writes_ZBL, dt_ZBKGL * jnp.exp(sum_after(log_decay_ZBKGL, 4)), 0.0)
 
-    x32_ZBLKGP = x_ZBLKGP.astype(jnp.float32)
-    x_write = (x32_ZBLKGP * write_ZBLKG[..., None]).astype(dtype)
-    added_ZBKGSP = einsum("zblks,zblkgp->zbkgsp", b_ZBLKS, x_write)
+    x32_ZBKGLP = x_ZBKGLP.astype(jnp.float32)
+    x_write = (x32_ZBKGLP * write_ZBKGL[..., None]).astype(dtype)
+    added_ZBKGSP = einsum("zbkls,zbkglp->zbkgsp", b_ZBKLS, x_write)
 
     def advance(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         keep_BKG, added = chunk
         return state * keep_BKG[..., None, None] + added, state.astype(dtype)
 
-    state_BKGSP, state_ZBKGSP = jax.lax.scan(advance, state_BKGSP, (read_ZBLKG[:, :, -1], added_ZBKGSP))
+    state_BKGSP, state_ZBKGSP = jax.lax.scan(advance, state_BKGSP, (read_ZBKGL[..., -1], added_ZBKGSP))
     # The products are those of groups; only their decay depends on the head.
-    cb_ZBKLM = einsum("zblks,zbmks->zbklm", c_ZBLKS, b_ZBLKS)
-    weight_ZBKGLM = cb_ZBKLM[:, :, :, None] * pair_decay(sum_ZBLKG, visible_pairs(document_ZBL))
-    x_dt = (x32_ZBLKGP * dt_ZBLKG[..., None]).astype(dtype)
-    y_ZBLKGP = einsum("zbkglm,zbmkgp->zblkgp", weight_ZBKGLM.astype(dtype), x_dt)
-    y_ZBLKGP += einsum("zblks,zbkgsp->zblkgp", c_ZBLKS, state_ZBKGSP) * read_ZBLKG[..., None]
-    return state_BKGSP, (y_ZBLKGP + d_KG[None, None, None, ..., None] * x32_ZBLKGP).astype(dtype)
+    cb_ZBKLM = einsum("zbkls,zbkms->zbklm", c_ZBKLS, b_ZBKLS)
+    weight_ZBKGLM = cb_ZBKLM[:, :, :, None] * pair_decay(log_decay_ZBKGL, visible_pairs(document_ZBL))
+    x_dt = (x32_ZBKGLP * dt_ZBKGL[..., None]).astype(dtype)
+    y_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", weight_ZBKGLM.astype(dtype), x_dt)
+    y_ZBKGLP += einsum("zbkls,zbkgsp->zbkglp", c_ZBKLS, state_ZBKGSP) * read_ZBKGL[..., None]
+    y_ZBKGLP += d_KG[None, None, ..., None, None] * x32_ZBKGLP
+    return state_BKGSP, jnp.moveaxis(y_ZBKGLP.astype(dtype), 4, 2)

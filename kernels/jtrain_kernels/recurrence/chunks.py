@@ -59,17 +59,17 @@ def scan_groups(
     return state, y.reshape(B, -1, *y.shape[4:])[:, :L]
 
 
-def check_chunk(op: str, chunk: int, *, power_of_two: bool) -> None:
+def check_chunk(op: str, chunk: int) -> None:
     """Checks the length of a chunk.
 
     Raises:
-      UserError: it is not positive, or no power of two where the op halves chunks.
+      UserError: it is no power of two; chunks are halved.
     """
-    if chunk < 1:
-        raise UserError(f"{op}: chunk={chunk} must be at least 1.")
-    if power_of_two and chunk & (chunk - 1):
-        below = 1 << (chunk.bit_length() - 1)
-        raise UserError(
-            f"{op}: chunk={chunk} is no power of two, and chunks are halved. Nearest sizes: {below}, "
-            f"{2 * below}."
-        )
+    if chunk < 1 or chunk & (chunk - 1):
+        below = 1 << (max(chunk, 1).bit_length() - 1)
+        raise UserError(f"{op}: chunk={chunk} must be a power of two. Nearest sizes: {below}, {2 * below}.")
+
+
+def shorten_chunk(chunk: int, length: int) -> int:
+    """Chunk for rows of `length` tokens: a short row is one short chunk."""
+    return min(chunk, 1 << (length - 1).bit_length())

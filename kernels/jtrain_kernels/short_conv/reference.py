@@ -14,14 +14,10 @@ def short_conv_reference(
     silu: bool,
 ) -> Float[Array, "B L C"]:
     """`y[l] = silu(bias + sum over w of kernel[w] x[l - (W - 1) + w])` over taps of the token's segment."""
-    (L, W), y_BLC = (x_BLC.shape[1], len(kernel_WC)), jnp.zeros_like(x_BLC)
-    for token in range(L):
-        for w in range(W):
-            tap = token - (W - 1) + w
-            if tap >= 0:
-                same_B = segment_BL[:, tap] == segment_BL[:, token]
-                y_BLC = y_BLC.at[:, token].add(
-                    jnp.where(same_B[:, None], kernel_WC[w][None] * x_BLC[:, tap], 0.0)
-                )
+    L, W = x_BLC.shape[1], len(kernel_WC)
+    tap_LW = jnp.arange(L)[:, None] - (W - 1) + jnp.arange(W)[None]
+    index_LW = jnp.maximum(tap_LW, 0)
+    sees_BLW = (tap_LW >= 0)[None] & (segment_BL[:, index_LW] == segment_BL[:, :, None])
+    y_BLC = jnp.einsum("blwc,wc->blc", jnp.where(sees_BLW[..., None], x_BLC[:, index_LW], 0.0), kernel_WC)
     y_BLC = y_BLC if bias_C is None else y_BLC + bias_C[None, None]
     return jax.nn.silu(y_BLC) if silu else y_BLC
