@@ -35,6 +35,7 @@ class Mixer:
 
     shapes: of the inputs, for a length.
     per_token: number of inputs that are per token; they come first.
+    gate: index of the input that log-decays are made of; -softplus of it or softplus times a rate.
     run: inputs, segments, and keywords of the op -> y and the state.
     reference: inputs, segments, state, its segment -> y and the state, token by token.
     """
@@ -42,6 +43,7 @@ class Mixer:
     name: str
     shapes: Callable[[int], tuple[tuple[int, ...], ...]]
     per_token: int
+    gate: int
     run: Callable[..., tuple[jax.Array, RecurrentState]]
     reference: Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -86,9 +88,9 @@ def _mamba2_shapes(length: int) -> tuple[tuple[int, ...], ...]:
     return (B, length, N, P), (B, length, N), state, state, (N,), (N,)
 
 
-DELTA_RULE = Mixer("delta_rule", _delta_shapes, 5, _delta, _delta_reference)
-KDA = Mixer("kda", lambda length: _delta_shapes(length, H), 5, _delta, _delta_reference)
-MAMBA2 = Mixer("mamba2", _mamba2_shapes, 4, _mamba2, _mamba2_reference)
+DELTA_RULE = Mixer("delta_rule", _delta_shapes, 5, 3, _delta, _delta_reference)
+KDA = Mixer("kda", lambda length: _delta_shapes(length, H), 5, 3, _delta, _delta_reference)
+MAMBA2 = Mixer("mamba2", _mamba2_shapes, 4, 1, _mamba2, _mamba2_reference)
 MIXERS = (DELTA_RULE, KDA, MAMBA2)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from jtrain_kernels.attention.context import RowSplit
 from tests.kernels.gradients import agree_with, normal
-from tests.kernels.recurrent.mixers import DELTA_RULE, KDA, MAMBA2, B, H, Mixer, N, P, wide
+from tests.kernels.recurrent.mixers import KDA, MAMBA2, B, H, Mixer, N, P, wide
 from tests.kernels.test_context_attention import mesh_of, order_of
 
 LENGTH = 32
@@ -46,15 +46,11 @@ def over_devices(mixer: Mixer, split: RowSplit) -> Callable[..., tuple[jax.Array
 
 
 @pytest.mark.parametrize(
-    ("mixer", "split", "dtype"),
-    [
-        (DELTA_RULE, RowSplit(4), "float32"),
-        (MAMBA2, RowSplit(4, "ulysses", "contiguous"), "float32"),
-        (MAMBA2, RowSplit(2), "bfloat16"),
-    ],
+    ("mixer", "split"),
+    [(KDA, RowSplit(4)), (MAMBA2, RowSplit(4, "ulysses", "contiguous"))],
     ids=str,
 )
-def test_split_rows_are_whole_rows(mixer: Mixer, split: RowSplit, dtype: str) -> None:
+def test_split_rows_are_whole_rows(mixer: Mixer, split: RowSplit) -> None:
     """Results, the gradients of all inputs, and the state after the row, which all devices have."""
     run = over_devices(mixer, split)
     valid = jnp.asarray(SEGMENTS > 0)[..., None, None]
@@ -70,16 +66,7 @@ def test_split_rows_are_whole_rows(mixer: Mixer, split: RowSplit, dtype: str) ->
         y, state = mixer.reference(*inputs, jnp.asarray(SEGMENTS), zeros, jnp.zeros(B, jnp.int32))
         return flat(y, state[None])
 
-    agree_with(lambda *inputs: flat(*run(*inputs)), reference, mixer.inputs(LENGTH), dtype)
-
-
-def test_decays_per_channel_cross_parts() -> None:
-    """The transition of a part is a matrix; its decays differ by channel."""
-    inputs = [jnp.asarray(x) for x in KDA.inputs(LENGTH)]
-    y, _ = jax.jit(over_devices(KDA, RowSplit(2, "ulysses", "contiguous")))(*inputs)
-    want, _ = jax.jit(lambda *x: KDA.run(*x, jnp.asarray(SEGMENTS)))(*inputs)
-    valid = SEGMENTS > 0
-    np.testing.assert_allclose(y[valid], want[valid], atol=1e-5 * float(jnp.abs(want).max()))
+    agree_with(lambda *inputs: flat(*run(*inputs)), reference, mixer.inputs(LENGTH), "float32")
 
 
 def test_a_later_part_sees_an_earlier_one_only_within_a_document() -> None:
@@ -87,6 +74,9 @@ def test_a_later_part_sees_an_earlier_one_only_within_a_document() -> None:
     run = jax.jit(over_devices(MAMBA2, RowSplit(2)))
     inputs = [jnp.asarray(x) for x in MAMBA2.inputs(LENGTH)]
     before, _ = run(*inputs)
+    want, _ = jax.jit(lambda *x: MAMBA2.run(*x, jnp.asarray(SEGMENTS)))(*inputs)
+    valid = SEGMENTS > 0
+    np.testing.assert_allclose(before[valid], want[valid], atol=1e-5 * float(jnp.abs(want).max()))
     after, _ = run(inputs[0].at[1, 5].add(1.0), *inputs[1:])
     changed = np.any(np.asarray(before) != np.asarray(after), axis=(2, 3))
     assert not changed[0].any()
@@ -104,4 +94,4 @@ def test_positions_that_zigzag_cannot_halve_are_refused() -> None:
 
     mapped = jax.shard_map(local, mesh=mesh_of(split), in_specs=row, out_specs=row, check_vma=False)
     with pytest.raises(ValueError, match=r"mamba2: a device has L=1 positions.*2 \* mesh\.context = 4"):
-        mapped(x)
+        jax.eval_shape(mapped, x)
