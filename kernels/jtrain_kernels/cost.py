@@ -299,3 +299,60 @@ def grouped_matmul_s(
     product = OpPart(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
     compute_s = seconds(device, str(x.dtype), product, product, product)
     return None if compute_s is None else compute_s + 3 * blocks * step_s
+
+
+# Recurrences
+
+
+def delta_rule_flops(avals: Avals) -> float:
+    """Matmul FLOPs of the forward pass in chunks of C: per token and value head 2 C (2 P + H) for products with
+    chunks of tokens and 2 / 3 C^2 for the inverse, 6 H P with the state, and 4 C H for the scores.
+
+    Scores are those of key heads, or of value heads with a decay per channel, where the upper half is left
+    out.
+    """
+    key, value, decay, chunk = (*(array(avals, n) for n in ("k_BLKH", "v_BLNP", "g_BLNE")), avals["chunk"])
+    assert isinstance(chunk, int)
+    (B, L, K, H), (N, P) = key.shape, value.shape[2:]
+    scores = 4 * chunk * H * (K if decay.shape[3] == 1 else N / 2)
+    return B * L * (N * (2 * chunk * (2 * P + H) + 2 / 3 * chunk**2 + 6 * H * P) + scores)
+
+
+def delta_rule_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds of a forward pass, of the same again in the backward pass, and of gradients of twice its FLOPs.
+
+    Matrices of C * C per head and chunk are written and read a few times in float32.
+    """
+    value, chunk = array(avals, "v_BLNP"), avals["chunk"]
+    assert isinstance(chunk, int)
+    inputs = sum(size_bytes(array(avals, name)) for name in ("q_BLKH", "k_BLKH", "g_BLNE"))
+    moved = inputs + 6 * size_bytes(value) + 6 * 4 * chunk * value.size // value.shape[3]
+    forward = OpPart(delta_rule_flops(avals), moved, kernels=4 * value.shape[1] // chunk)
+    return seconds(device, str(value.dtype), *[forward] * 4)
+
+
+def mamba2_flops(avals: Avals) -> float:
+    """Matmul FLOPs of the forward pass in chunks of C: 2 C S per token and group for the scores; 2 C P and, with
+    the state, 4 S P per token and head.
+    """
+    x, b, chunk = array(avals, "x_BLNP"), array(avals, "b_BLKS"), avals["chunk"]
+    assert isinstance(chunk, int)
+    (B, L, N, P), (K, S) = x.shape, b.shape[2:]
+    return float(B * L * (2 * chunk * S * K + N * (2 * chunk * P + 4 * S * P)))
+
+
+def mamba2_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds as `delta_rule_s` has them."""
+    x, b, chunk = array(avals, "x_BLNP"), array(avals, "b_BLKS"), avals["chunk"]
+    assert isinstance(chunk, int)
+    moved = 4 * size_bytes(x) + 2 * size_bytes(b) + 4 * 4 * chunk * x.size // x.shape[3]
+    forward = OpPart(mamba2_flops(avals), moved, kernels=2 * x.shape[1] // chunk)
+    return seconds(device, str(x.dtype), *[forward] * 4)
+
+
+def short_conv_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds of two passes over memory forward and three backward."""
+    x = array(avals, "x_BLC")
+    return seconds(
+        device, str(x.dtype), OpPart(moved=2 * size_bytes(x)), OpPart(moved=3 * size_bytes(x), kernels=2)
+    )

@@ -1,0 +1,89 @@
+"""Mamba-2 in chunks (arXiv:2405.21060, section 6), in plain JAX.
+
+With d[i, j] the decay from token j to token i of a chunk, S the state before the chunk, and e[i] the decay
+from there to token i:
+
+    y = e (c S) + lower(d[i, j] c[i] b[j]) (dt x) + D x
+    S' = e[last] S + sum over j of b[j] (d[last, j] dt[j] x[j])
+
+All decays are exponentials of numbers that are not positive. S is float32, operands of matmuls have x's
+dtype, sums are float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels.mamba2.reference import mamba2_token
+from jtrain_kernels.recurrence.chunks import scan_groups, shorten_chunk
+from jtrain_kernels.recurrence.scores import einsum, pair_decay, sum_after, visible_pairs
+
+
+def mamba2(
+    x_BLNP: Float[Array, "B L N P"],
+    dt_BLN: Float[Array, "B L N"],
+    a_N: Float[Array, " N"],
+    b_BLKS: Float[Array, "B L K S"],
+    c_BLKS: Float[Array, "B L K S"],
+    d_N: Float[Array, " N"],
+    document_BL: Int[Array, "B L"],
+    state_BNSP: Float[Array, "B N S P"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N S P"]]:
+    """See `api.mamba2`; the state is that of document 0."""
+    (B, L, N, P), K = x_BLNP.shape, b_BLKS.shape[2]
+    a_N, d_N = a_N.astype(jnp.float32), d_N.astype(jnp.float32)
+    if L == 1:
+        b, c = (jnp.repeat(x[:, 0].astype(jnp.float32), N // K, axis=1) for x in (b_BLKS, c_BLKS))
+        state = jnp.where((document_BL == 0)[..., None, None], state_BNSP, 0.0)
+        token = (x_BLNP[:, 0].astype(jnp.float32), dt_BLN[:, 0], b, c)
+        state, y_BNP = mamba2_token(state, token, a_N, d_N)
+        return y_BNP[:, None].astype(x_BLNP.dtype), state
+    by_group = (B, L, K, N // K)
+    arrays = (
+        x_BLNP.reshape(*by_group, P),
+        dt_BLN.reshape(by_group),
+        (dt_BLN * a_N[None, None]).reshape(by_group),
+        b_BLKS,
+        c_BLKS,
+    )
+    state = state_BNSP.reshape(B, K, N // K, *state_BNSP.shape[2:])
+    group = partial(_group, d_N.reshape(K, N // K))
+    state, y_BLKGP = scan_groups(group, state, document_BL, arrays, shorten_chunk(chunk, L))
+    return y_BLKGP.reshape(x_BLNP.shape), state.reshape(state_BNSP.shape)
+
+
+def _group(
+    d_KG: Array, state_BKGSP: Array, before_ZB: Array, tokens: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    """State after a group of chunks, and the results; heads are K groups of G heads each."""
+    document_ZBL, *of_tokens = tokens
+    x_ZBKGLP, dt_ZBKGL, log_decay_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[:3])
+    b_ZBKLS, c_ZBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
+    dtype = x_ZBKGLP.dtype
+    sum_ZBKGL = jnp.cumsum(log_decay_ZBKGL, axis=4)
+    reads_ZBL = jnp.expand_dims(document_ZBL == before_ZB[..., None], (2, 3))
+    writes_ZBL = jnp.expand_dims(document_ZBL == document_ZBL[..., -1:], (2, 3))
+    read_ZBKGL = jnp.where(reads_ZBL, jnp.exp(sum_ZBKGL), 0.0)
+    write_ZBKGL = jnp.where(writes_ZBL, dt_ZBKGL * jnp.exp(sum_after(log_decay_ZBKGL, 4)), 0.0)
+
+    x32_ZBKGLP = x_ZBKGLP.astype(jnp.float32)
+    x_write = (x32_ZBKGLP * write_ZBKGL[..., None]).astype(dtype)
+    added_ZBKGSP = einsum("zbkls,zbkglp->zbkgsp", b_ZBKLS, x_write)
+
+    def advance(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        keep_BKG, added = chunk
+        return state * keep_BKG[..., None, None] + added, state.astype(dtype)
+
+    state_BKGSP, state_ZBKGSP = jax.lax.scan(advance, state_BKGSP, (read_ZBKGL[..., -1], added_ZBKGSP))
+    # The products are those of groups; only their decay depends on the head.
+    cb_ZBKLM = einsum("zbkls,zbkms->zbklm", c_ZBKLS, b_ZBKLS)
+    weight_ZBKGLM = cb_ZBKLM[:, :, :, None] * pair_decay(log_decay_ZBKGL, visible_pairs(document_ZBL))
+    x_dt = (x32_ZBKGLP * dt_ZBKGL[..., None]).astype(dtype)
+    y_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", weight_ZBKGLM.astype(dtype), x_dt)
+    y_ZBKGLP += einsum("zbkls,zbkgsp->zbkglp", c_ZBKLS, state_ZBKGSP) * read_ZBKGL[..., None]
+    y_ZBKGLP += d_KG[None, None, ..., None, None] * x32_ZBKGLP
+    return state_BKGSP, jnp.moveaxis(y_ZBKGLP.astype(dtype), 4, 2)
