@@ -120,11 +120,11 @@ ROWS = (
     ),
     Row(
         "connections that are accepted",
-        "runtime/link.py",
+        "runtime/link/meeting.py",
         calling("create_server|start_server"),
         besides=("data/hosts/peer_links.py",),  # hands the link's socket to asyncio
     ),
-    Row("proofs of a shared secret", "runtime/link.py", calling("compare_digest")),
+    Row("proofs of a shared secret", "runtime/link/protocol.py", calling("compare_digest")),
     Row(
         "pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")
     ),  # of its own child

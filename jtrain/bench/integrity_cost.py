@@ -44,7 +44,7 @@ from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
 from jtrain.step.guard import GuardState, StepNumbers
 from jtrain.step.state import abstract_state, init_state
-from jtrain.train.bad_steps import BadSteps
+from jtrain.train.bad_steps.bad_steps import BadSteps
 from jtrain.train.integrity import IntegrityCheck
 
 SHORT = ("data.global_batch=1", "data.seq_len=128")

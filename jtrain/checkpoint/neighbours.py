@@ -2,7 +2,7 @@
 
 Each process sends to one of another host: the k-th process of a host to the k-th of the next. On one host
 with several processes it is the next process. A link that is silent, slow or broken is named by both ends
-after `link.SILENCE_S`, and the copy on it is given up: no save and no restart waits for it.
+after `socket_link.SILENCE_S`, and the copy on it is given up: no save and no restart waits for it.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from jtrain.checkpoint import files, folders, slots
-from jtrain.runtime import link, multihost
-from jtrain.runtime.link import Link, LinkError
+from jtrain.runtime import multihost
+from jtrain.runtime.link import meeting, protocol, socket_link
+from jtrain.runtime.link.protocol import LinkError
+from jtrain.runtime.link.socket_link import Link
 
-SCHEMA: link.Schema = {
+SCHEMA: protocol.Schema = {
     "put": {"slot": str},
     "get": {"process": int, "step": int},
     "slot": {"names": np.ndarray, "sizes": np.ndarray},
@@ -56,7 +58,7 @@ class Neighbours:
         self.is_first_of_host, self.local_processes, self.local_copies = True, {self._process}, set[int]()
         if processes == 1:
             return
-        self._listening, self._peers = link.meet()
+        self._listening, self._peers = meeting.meet()
         # Containers of one host may have one address and memory
         # of their own: one host is who shares the folder.
         hosts = multihost.gather_texts(f"{self._peers.addresses[self._process][0]} {_identity(folder)}")
@@ -102,9 +104,9 @@ class Neighbours:
     @contextlib.contextmanager
     def _open_link(self, process: int) -> Iterator[Link]:
         try:
-            with link.connect(self._peers.addresses[process], self._peers.silence_s) as connection:
-                handshake = link.calling(self._peers.token, self._process, process)
-                yield Link(connection, link.converse(connection, handshake))
+            with socket_link.connect(self._peers.addresses[process], self._peers.silence_s) as connection:
+                handshake = protocol.calling(self._peers.token, self._process, process)
+                yield Link(connection, socket_link.converse(connection, handshake))
         # No other OSError: one of a full folder says its own name.
         except LinkError as error:
             raise LinkError(f"the link to {self._peers.named(process)} has failed ({error})") from error
@@ -127,9 +129,9 @@ class Neighbours:
         try:
             with connection:
                 connection.settimeout(self._peers.silence_s)
-                link.set_deadlines(connection, self._peers.silence_s)
-                handshake = link.answering(self._peers.token, self._process, len(self._peers.addresses))
-                caller, session = link.converse(connection, handshake)
+                socket_link.set_deadlines(connection, self._peers.silence_s)
+                handshake = protocol.answering(self._peers.token, self._process, len(self._peers.addresses))
+                caller, session = socket_link.converse(connection, handshake)
                 peer = Link(connection, session)
                 kind, fields = peer.receive(SCHEMA)
                 if kind == "put":
@@ -175,7 +177,7 @@ def _send(peer: Link, slot: Path) -> None:
     _expect(peer, "ready")
     for name in sizes:
         with open(slot / name, "rb") as file:
-            while block := file.read(link.FRAME_BYTES):
+            while block := file.read(protocol.FRAME_BYTES):
                 peer.send_content(block)
     _expect(peer, "kept")
     peer.send("done")

@@ -140,7 +140,8 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
 
 def inspect_order(args: Args, dataset: "TextDataset") -> int:
     """Prints how different the rows and steps of the first batches are; returns the exit code."""
-    from jtrain.data.inspect.order_report import lines_of, measure_order  # lazy: numpy
+    from jtrain.data.inspect.order_report import measure_order  # lazy: numpy
+    from jtrain.data.inspect.order_tables import lines_of
 
     if args.step is not None:
         # A step and an order of steps are two questions.

@@ -32,7 +32,7 @@ from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.link import meet
+from jtrain.runtime.link.meeting import meet
 
 _STATE_VERSION = 6
 """Version of the saved form; a state of another version is refused, as its batches could not be the same."""

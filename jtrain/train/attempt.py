@@ -26,7 +26,7 @@ from jtrain.runtime.workdir_lock import WorkdirLock, check_shared
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.train.bad_steps import BadSteps
+from jtrain.train.bad_steps.bad_steps import BadSteps
 from jtrain.train.built_in_callbacks import built_in_callbacks
 from jtrain.train.callbacks import Callback, Callbacks, RunContext, load_callbacks
 from jtrain.train.integrity import IntegrityCheck

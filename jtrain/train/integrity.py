@@ -19,8 +19,8 @@ from jtrain.runtime.multihost import gather
 from jtrain.step import recompute
 from jtrain.step.checksums import METRIC, copies, differing_copies, summed_arrays
 from jtrain.step.state import abstract_state
+from jtrain.train.bad_steps.noise_floor import NoiseFloor
 from jtrain.train.callbacks import Callback, LoopPhase, RunContext
-from jtrain.train.noise_floor import NoiseFloor
 
 FILE = "integrity.json"
 """File of a workdir: the sums of every array of each saved state."""

@@ -28,7 +28,8 @@ from jtrain.runtime.signals import StopRequest
 from jtrain.step.guard import StepNumbers
 from jtrain.step.state import TrainState
 from jtrain.train.actions import Cadence
-from jtrain.train.bad_steps import BadSteps, WentBack
+from jtrain.train.bad_steps.bad_steps import BadSteps, WentBack
+from jtrain.train.bad_steps.noise_floor import measure, run_without_update
 from jtrain.train.callbacks import (
     Callbacks,
     DispatchedStep,
@@ -38,7 +39,6 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.integrity import IntegrityCheck
-from jtrain.train.noise_floor import measure, run_without_update
 from jtrain.train.restart_point import RestartPoint
 
 

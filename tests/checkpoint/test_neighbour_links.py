@@ -12,8 +12,10 @@ import pytest
 
 from jtrain.checkpoint import files, slots
 from jtrain.checkpoint.neighbours import Neighbours
-from jtrain.runtime import link, multihost
-from jtrain.runtime.link import LinkError, Peers
+from jtrain.runtime import multihost
+from jtrain.runtime.link import meeting
+from jtrain.runtime.link.meeting import Peers
+from jtrain.runtime.link.protocol import LinkError
 from tests.tcp_proxy import FAULTS, Fault, Proxy
 
 CONTENT_BYTES = 8 << 20
@@ -36,7 +38,7 @@ class Pair:
         monkeypatch.setattr(multihost, "own_address", lambda: "127.0.0.1")
         monkeypatch.setattr(multihost, "from_process_zero", lambda values: values * 0)
         monkeypatch.setattr(multihost, "gather_texts", lambda text: [text, text])
-        meet, ends = link.meet, []
+        meet, ends = meeting.meet, []
         for _ in range(2):
             listening, peers = meet()
             ends.append((listening, peers.token))
@@ -46,7 +48,7 @@ class Pair:
         for process, (listening, token) in enumerate(ends):
             peers = Peers(process, addresses, token, silence_s=silence_s)
             monkeypatch.setattr(multihost, "process_index", lambda process=process: process)
-            monkeypatch.setattr(link, "meet", lambda met=(listening, peers): met)
+            monkeypatch.setattr(meeting, "meet", lambda met=(listening, peers): met)
             # Two hosts, as their folders are two.
             monkeypatch.setattr(
                 multihost,

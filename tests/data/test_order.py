@@ -14,7 +14,8 @@ import pytest
 
 from jtrain.cli.data import main
 from jtrain.data import Constant, PackedText, Source, open_dataset
-from jtrain.data.inspect.order_report import LEAST_STEPS, OrderReport, lines_of, measure_order
+from jtrain.data.inspect.order_report import LEAST_STEPS, OrderReport, measure_order
+from jtrain.data.inspect.order_tables import lines_of
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.layout.constants import IGNORE

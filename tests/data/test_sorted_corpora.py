@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
-from jtrain.data.inspect.order_report import OrderReport, lines_of, measure_order
+from jtrain.data.inspect.order_report import OrderReport, measure_order
+from jtrain.data.inspect.order_tables import lines_of
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources import file_parts

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jtrain.runtime import link
-from jtrain.runtime.link import Link, LinkError, Session
+from jtrain.runtime.link import protocol, socket_link
+from jtrain.runtime.link.protocol import LinkError, Session
+from jtrain.runtime.link.socket_link import Link
 
 TOKEN = bytes(range(32))
-SCHEMA: link.Schema = {
+SCHEMA: protocol.Schema = {
     "plain": {"count": int, "text": str, "seconds": float, "first": bool, "names": list, "nested": dict},
-    "arrays": {"number": int, **dict.fromkeys(sorted(link.DTYPES), np.ndarray)},
+    "arrays": {"number": int, **dict.fromkeys(sorted(protocol.DTYPES), np.ndarray)},
     "large": {"ids": np.ndarray},
 }
 _FRAME_EXTRA = 36  # size and HMAC
@@ -47,7 +48,7 @@ def run_together(*sides: Any) -> list[Any]:
 
 def sessions() -> tuple[Session, Session]:
     """Returns the sessions of the process that called and of the one that was called."""
-    caller, (_, called) = run_together(link.calling(TOKEN, 0, 1), link.answering(TOKEN, 1, 2))
+    caller, (_, called) = run_together(protocol.calling(TOKEN, 0, 1), protocol.answering(TOKEN, 1, 2))
     return caller, called
 
 
@@ -63,7 +64,7 @@ def opened(session: Session, frame: bytes) -> bytes:
         while True:
             assert isinstance(request, int)
             if len(rest) < request:
-                raise link.ended_early(len(rest), request)
+                raise protocol.ended_early(len(rest), request)
             content, rest = rest[:request], rest[request:]
             request = steps.send(content)
     except StopIteration as end:
@@ -98,10 +99,11 @@ def linked(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Link, Link
             threading.Thread(target=forward, args=arguments, daemon=True).start()
         answers: list[tuple[int, Session]] = []
         answering = threading.Thread(
-            target=lambda: answers.append(link.converse(called, link.answering(TOKEN, 1, 2))), daemon=True
+            target=lambda: answers.append(socket_link.converse(called, protocol.answering(TOKEN, 1, 2))),
+            daemon=True,
         )
         answering.start()
-        session = link.converse(caller, link.calling(TOKEN, 0, 1))
+        session = socket_link.converse(caller, protocol.calling(TOKEN, 0, 1))
         answering.join()
         yield Link(caller, session), Link(called, answers[0][1])
 
@@ -120,11 +122,11 @@ def test_messages_and_content_arrive_as_they_were_sent() -> None:
         "nested": {},
     }
     arrays: dict[str, Any] = {
-        name: np.frombuffer(rng.bytes(48), np.uint8).astype(name).reshape(2, -1) for name in link.DTYPES
+        name: np.frombuffer(rng.bytes(48), np.uint8).astype(name).reshape(2, -1) for name in protocol.DTYPES
     }
     arrays |= {"int8": np.zeros((0, 3), np.int8), "float64": np.asarray(0.1), "number": 7}
-    ids = rng.integers(0, 2**31, link.FRAME_BYTES, np.int64)[::2]
-    content = rng.bytes(3 * link.FRAME_BYTES + 5)
+    ids = rng.integers(0, 2**31, protocol.FRAME_BYTES, np.int64)[::2]
+    content = rng.bytes(3 * protocol.FRAME_BYTES + 5)
     with linked() as ends:
         for one, other in (ends, ends[::-1]):
             sending = threading.Thread(
@@ -196,10 +198,10 @@ def test_no_frame_is_accepted_but_the_next_of_the_other_process(tmp_path: Path) 
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("place", [0, 100, link.FRAME_BYTES + 50, -1], ids=str)
+@pytest.mark.parametrize("place", [0, 100, protocol.FRAME_BYTES + 50, -1], ids=str)
 def test_a_byte_changed_on_the_way_ends_the_link(place: int) -> None:
     """In the first frame, in a later one, and in the last HMAC; what was accepted before is what was sent."""
-    content = np.random.default_rng(0).bytes(2 * link.FRAME_BYTES)
+    content = np.random.default_rng(0).bytes(2 * protocol.FRAME_BYTES)
     total = len(content) + 2 * _FRAME_EXTRA
     seen = -68  # of the handshake
 
@@ -253,11 +255,11 @@ def test_who_does_not_know_the_token_is_refused() -> None:
     """
     wrong = bytes(32)
     with pytest.raises(LinkError, match="a program called that does not know the run's token"):
-        run_together(link.calling(wrong, 0, 1), link.answering(TOKEN, 1, 2))
+        run_together(protocol.calling(wrong, 0, 1), protocol.answering(TOKEN, 1, 2))
     with pytest.raises(LinkError, match="a program called that does not know the run's token"):
-        run_together(link.calling(TOKEN, 5, 1), link.answering(TOKEN, 1, 2))
+        run_together(protocol.calling(TOKEN, 5, 1), protocol.answering(TOKEN, 1, 2))
     with pytest.raises(LinkError, match="a program called that does not know the run's token"):
-        run_together(link.calling(TOKEN, 0, 2), link.answering(TOKEN, 1, 3))
+        run_together(protocol.calling(TOKEN, 0, 2), protocol.answering(TOKEN, 1, 3))
 
     def pretending() -> Any:
         yield bytes(32)
@@ -265,7 +267,7 @@ def test_who_does_not_know_the_token_is_refused() -> None:
         yield bytes(32)
 
     with pytest.raises(LinkError, match="another program answers at the address of process 1"):
-        run_together(link.calling(TOKEN, 0, 1), pretending())
+        run_together(protocol.calling(TOKEN, 0, 1), pretending())
 
     heard: list[bytes] = []
 
@@ -280,7 +282,7 @@ def test_who_does_not_know_the_token_is_refused() -> None:
                 request = steps.send((yield request))
 
     with contextlib.suppress(RuntimeError):  # StopIteration of the generator within
-        run_together(overheard(link.calling(TOKEN, 0, 1)), link.answering(TOKEN, 1, 2))
+        run_together(overheard(protocol.calling(TOKEN, 0, 1)), protocol.answering(TOKEN, 1, 2))
 
     def repeating() -> Any:
         yield 32
@@ -289,7 +291,7 @@ def test_who_does_not_know_the_token_is_refused() -> None:
 
     assert len(heard[0]) == 68
     with pytest.raises(LinkError, match="a program called that does not know the run's token"):
-        run_together(repeating(), link.answering(TOKEN, 1, 2))
+        run_together(repeating(), protocol.answering(TOKEN, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +324,12 @@ def test_a_message_of_another_form_ends_the_link(header: bytes) -> None:
 
 def test_what_is_no_data_is_not_sent() -> None:
     with pytest.raises(ValueError, match="array ids of a message large has dtype object"):
-        link.encoded("large", {"ids": np.asarray([object()])})
+        protocol.encoded("large", {"ids": np.asarray([object()])})
     with pytest.raises(ValueError, match=r"array ids of a message large has dtype >i4"):
-        link.encoded("large", {"ids": np.zeros(1, ">i4")})
+        protocol.encoded("large", {"ids": np.zeros(1, ">i4")})
     with pytest.raises(
         ValueError, match=r"a message plain has 1,\d{3},\d{3} bytes beside its arrays; 1,048,576 fit"
     ):
-        link.encoded("plain", {"text": "x" * link.FRAME_BYTES})
+        protocol.encoded("plain", {"text": "x" * protocol.FRAME_BYTES})
     with pytest.raises(TypeError):
-        link.encoded("plain", {"text": object()})
+        protocol.encoded("plain", {"text": object()})

@@ -13,7 +13,7 @@ from jtrain.telemetry import append_file
 from jtrain.telemetry.append_file import AppendFile, keep_lines, parse_line
 from jtrain.telemetry.goodput import EVENTS, FILE, Ledger, read_events
 from jtrain.telemetry.metrics import drop_after, encode, read
-from jtrain.train.bad_steps_file import read_decisions
+from jtrain.train.bad_steps.decisions_file import read_decisions
 from tests.small_disk import fill, small_disk
 
 

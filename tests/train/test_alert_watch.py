@@ -23,7 +23,7 @@ from jtrain.step.guard import GuardSpec, StepNumbers
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.alert_watch import AlertWatch
-from jtrain.train.bad_steps import BadSteps
+from jtrain.train.bad_steps.bad_steps import BadSteps
 from jtrain.train.callbacks import Callbacks, RunContext, StepResults
 from jtrain.train.goodput_ledger import GoodputLedger
 from tests.telemetry.test_metrics import LINE

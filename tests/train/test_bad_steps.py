@@ -23,8 +23,9 @@ from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault
 from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
-from jtrain.train import attempt, bad_steps
-from jtrain.train.bad_steps import BadNumbers, BadSteps
+from jtrain.train import attempt
+from jtrain.train.bad_steps import bad_steps
+from jtrain.train.bad_steps.bad_steps import BadNumbers, BadSteps
 from tests.compilations import count_programs
 from tests.small_disk import small_disk
 

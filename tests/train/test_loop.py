@@ -18,7 +18,7 @@ from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
-from jtrain.train.bad_steps import BadNumbers
+from jtrain.train.bad_steps.bad_steps import BadNumbers
 
 
 def train(workdir: Path, *sets: str) -> int:

@@ -19,7 +19,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault
 from jtrain.step import train_step
 from jtrain.train import attempt, loop
-from jtrain.train.bad_steps import BadSteps
+from jtrain.train.bad_steps.bad_steps import BadSteps
 from tests.train.test_bad_steps import SETS, actions, arrays, lines
 
 ULP = 2.0**-23

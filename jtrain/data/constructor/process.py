@@ -24,7 +24,7 @@ from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.lease import Lease
 from jtrain.runtime.lease_stores import MessageStore
-from jtrain.runtime.link import Peers
+from jtrain.runtime.link.meeting import Peers
 
 SCALE_EVERY_S = 0.25
 """Shortest time between two updates of the autoscaler."""

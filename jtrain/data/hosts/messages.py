@@ -15,9 +15,9 @@ import numpy as np
 
 from jtrain.data.loaders.messages import RequestPart
 from jtrain.data.stream.growing_order import WindowAnchor
-from jtrain.runtime import link
+from jtrain.runtime.link import protocol
 
-SCHEMA: link.Schema = {
+SCHEMA: protocol.Schema = {
     "ask": dict(request=int, first=bool, source=int, numbers=np.ndarray, anchor=list, skip=list, share=list),
     "run": dict(
         request=int,
@@ -63,7 +63,7 @@ def encode_message(message: tuple[Any, ...]) -> list[bytes]:
     if kind == "run":
         # Pairs, as the keys of a JSON object are strings.
         fields["skipped"] = [[int(document), reason] for document, reason in fields["skipped"].items()]
-    return link.encoded(kind, fields)
+    return protocol.encoded(kind, fields)
 
 
 def decode_message(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,8 +13,9 @@ from collections.abc import Generator
 from typing import Any
 
 from jtrain.data.hosts import messages
-from jtrain.runtime import link
-from jtrain.runtime.link import LinkError, Peers, Session, WireStep
+from jtrain.runtime.link import protocol, socket_link
+from jtrain.runtime.link.meeting import Peers
+from jtrain.runtime.link.protocol import LinkError, Session, WireStep
 
 CONNECTED = "connected"
 """Message that says that a connection is new: what was sent to that process before may be lost."""
@@ -153,7 +154,7 @@ class PeerLinks:
             writer = connection = None
             try:
                 reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), silence_s)
-                steps = link.calling(self.peers.token, self.peers.index, peer)
+                steps = protocol.calling(self.peers.token, self.peers.index, peer)
                 session = await asyncio.wait_for(_converse(reader, writer, steps), silence_s)
                 # Back to the short pause: a constructor that is restarted listens again within a second.
                 pause_s = _FIRST_PAUSE_S
@@ -179,7 +180,7 @@ class PeerLinks:
     async def _serve_accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves a connection that was made from elsewhere; closes it if it is of no process of this run."""
         try:
-            steps = link.answering(self.peers.token, self.peers.index, len(self.peers.addresses))
+            steps = protocol.answering(self.peers.token, self.peers.index, len(self.peers.addresses))
             peer, session = await asyncio.wait_for(_converse(reader, writer, steps), self.peers.silence_s)
             await self._listen(peer, reader, writer, session)
         except OSError:
@@ -191,7 +192,7 @@ class PeerLinks:
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session
     ) -> _Connection:
         """Takes messages from a link until it is lost; returns it."""
-        link.set_deadlines(writer.get_extra_info("socket"), self.peers.silence_s)
+        socket_link.set_deadlines(writer.get_extra_info("socket"), self.peers.silence_s)
         # A peer that connects anew has lost its old link, even if this side has not noticed.
         if peer in self._links:
             self._links[peer].writer.transport.abort()
@@ -250,4 +251,4 @@ async def _converse[T](
         # A generator's return value arrives in StopIteration.
         return end.value
     except asyncio.IncompleteReadError as error:
-        raise link.ended_early(len(error.partial), error.expected) from None
+        raise protocol.ended_early(len(error.partial), error.expected) from None

@@ -4,27 +4,22 @@ Each file is scanned once, in parallel, for the ends of its documents, its large
 written is 4.5 bytes per document. An interrupted call goes on with the file where it stopped.
 """
 
-import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64, UInt
 
 from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
-from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignLayout
 from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.pretokenized.partial_folder import (
     STATE,
@@ -33,9 +28,11 @@ from jtrain.data.pretokenized.partial_folder import (
     latest_state,
     publish,
     write_lengths,
+    write_places,
 )
 from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.pretokenized.scanned_parts import PartScanner, ScannedPart, count_threads
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
 from jtrain.errors import UserError
@@ -44,21 +41,6 @@ from jtrain.runtime.atomic_io import write_whole
 _RUNS = "runs"
 _APPENDED = (index_format.LENGTHS, index_format.SHARDS, _RUNS)
 SAVE_S = 10.0
-_ROWS_AT_ONCE = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class _ScannedPart:
-    """Scanned part of file number `file`: documents, counts and hash; `ids` only where they are copied."""
-
-    file: int
-    last: bool
-    tokens: int
-    ends: Int64[np.ndarray, " documents"]
-    offsets: Int64[np.ndarray, " documents"] | None
-    hash: str
-    ids: UInt[np.ndarray, " tokens"] | None
-    ignored: Int[np.ndarray, "runs 2"]
 
 
 def adopt(
@@ -213,10 +195,11 @@ class _Adoption:
         files = range(state["files"], len(layout.files))
         total_bytes, done_bytes = sum(self._sizes[file] for file in files), 0
         last_line_s = last_save_s = time.monotonic()
+        scanner = PartScanner(layout, self._tokenizer.vocab_size, tokenizer, self._dtype)
         open_tokens = 0  # of the document that a part ends within
         with contextlib.ExitStack() as stack:
             outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
-            for part in self._scan_parts(files, tokenizer):
+            for part in scanner.scan(files):
                 open_tokens = self._append(part, open_tokens, outputs)
                 done_bytes += self._sizes[part.file] if part.last else 0
                 if part.last and time.monotonic() - last_save_s >= SAVE_S:
@@ -235,61 +218,7 @@ class _Adoption:
                 "documents. Set --end-token to the token that ends the documents of these files."
             )
 
-    def _scan_parts(self, files: range, tokenizer: str) -> Iterator[_ScannedPart]:
-        """Yields the parts in order, while threads scan a few ahead."""
-        # A generator: a data set may have millions of parts, of which a few are under way.
-        parts = ((file, part) for file in files for part in range(self._layout.files[file].num_parts()))
-        with concurrent.futures.ThreadPoolExecutor(count_threads()) as pool:
-            futures = collections.deque[concurrent.futures.Future[_ScannedPart]]()
-            try:
-                while True:
-                    # Twice the threads under way, so that none waits while the first result is appended.
-                    for file, part in itertools.islice(parts, 2 * count_threads() - len(futures)):
-                        futures.append(pool.submit(self._scan_part, file, part, tokenizer))
-                    if not futures:
-                        return
-                    yield futures.popleft().result()
-            finally:
-                for future in futures:
-                    future.cancel()
-
-    def _scan_part(self, file: int, part: int, tokenizer: str) -> _ScannedPart:
-        foreign_file = self._layout.files[file]
-        part_content = foreign_file.scan(part)
-        if len(part_content.ids) and int(part_content.ids.max()) >= self._tokenizer.vocab_size:
-            raise self._beyond_vocabulary(foreign_file.path, part, part_content.ids, tokenizer)
-        ids = part_content.ids.astype(self._dtype, copy=False)
-        is_last = part == foreign_file.num_parts() - 1
-        copied_ids = ids if self._layout.copies else None
-        return _ScannedPart(
-            file,
-            is_last,
-            len(ids),
-            part_content.ends.astype(np.int64),
-            part_content.offsets,
-            digest(ids),
-            copied_ids,
-            part_content.ignored,
-        )
-
-    def _beyond_vocabulary(
-        self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str
-    ) -> UserError:
-        largest = ids.max()
-        # Ids are read as unsigned, so -1 shows as the largest number; the message gives both.
-        signed = int(np.asarray(largest).view(ids.dtype.str.replace("u", "i")))
-        as_signed = f" ({signed:,} as a signed number)" if signed < 0 and ids.itemsize > 2 else ""
-        or_dtype = f", or --dtype if they are not {ids.dtype.name}" if self._layout.dtype_is_assumed else ""
-        position = f"row group {part}"
-        if not self._layout.copies:
-            position = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
-        return UserError(
-            f"{path}: id {int(largest):,}{as_signed}, {position}, is not below the vocabulary of --tokenizer "
-            f"{tokenizer}, {self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these "
-            f"ids{or_dtype}."
-        )
-
-    def _append(self, part: _ScannedPart, open_tokens: int, outputs: dict[str, Any]) -> int:
+    def _append(self, part: ScannedPart, open_tokens: int, outputs: dict[str, Any]) -> int:
         """Appends a part; returns the tokens of the document that it ends within."""
         state = self._state
         # Counted before a last document without an end is added: none at all means a wrong end id.
@@ -367,7 +296,7 @@ class _Adoption:
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}
         body |= {key: state[key] for key in ("records", "tokens", "empty")}
         if not self._layout.copies:
-            _write_places(partial / _RUNS, partial / index_format.PLACES, state["tokens"])
+            write_places(partial / _RUNS, partial / index_format.PLACES, state["tokens"])
             files |= {"sizes": self._sizes, "edges": self._edges}
             body["adopted"] = self._adopted_entry()
         # Before index.json, which holds the hash of this file.
@@ -384,24 +313,3 @@ class _Adoption:
 
     def _say(self, text: str) -> None:
         print(f"{self._folder.name}: {text}", file=self._stream, flush=True)
-
-
-def _write_places(runs: Path, places: Path, tokens: int) -> None:
-    """Writes places.bin, column after column, from rows of first token, byte offset and file."""
-    count = runs.stat().st_size // 24
-    with open(places, "wb") as file:
-        for column in range(3):
-            for first_row in range(0, count, _ROWS_AT_ONCE):
-                rows = np.fromfile(
-                    runs, "<i8", 3 * min(_ROWS_AT_ONCE, count - first_row), offset=24 * first_row
-                )
-                file.write(rows.reshape(-1, 3)[:, column].tobytes())
-            # The first column ends with the number of tokens, the end of the last run.
-            if column == 0:
-                file.write(np.asarray([tokens], "<i8").tobytes())
-
-
-def count_threads() -> int:
-    """Returns how many threads read files."""
-    # Cores that this process may use, not all of the machine's.
-    return len(os.sched_getaffinity(0))

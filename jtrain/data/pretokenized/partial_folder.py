@@ -28,6 +28,7 @@ _PUBLISHED = (
     index_format.MASKS,
 )
 _BLOCKS_AT_ONCE = 1 << 16
+_PLACES_AT_ONCE = 1 << 20
 
 
 def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: str) -> bool:
@@ -88,6 +89,21 @@ def write_lengths(lengths: Path, new_path: Path, records: int) -> int:
     # Only a synced file takes the name: `finish` may be killed at any time and run again.
     new_path.rename(lengths)
     return first_token
+
+
+def write_places(runs: Path, places: Path, tokens: int) -> None:
+    """Writes places.bin, column after column, from rows of first token, byte offset and file."""
+    count = runs.stat().st_size // 24
+    with open(places, "wb") as file:
+        for column in range(3):
+            for first_row in range(0, count, _PLACES_AT_ONCE):
+                rows = np.fromfile(
+                    runs, "<i8", 3 * min(_PLACES_AT_ONCE, count - first_row), offset=24 * first_row
+                )
+                file.write(rows.reshape(-1, 3)[:, column].tobytes())
+            # The first column ends with the number of tokens, the end of the last run.
+            if column == 0:
+                file.write(np.asarray([tokens], "<i8").tobytes())
 
 
 def publish(partial: Path, folder: Path) -> None:

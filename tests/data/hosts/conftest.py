@@ -15,7 +15,7 @@ from jtrain.data.dataset import TextDataset
 from jtrain.data.plane.data_plane import ProcessPlane
 from jtrain.layout.dims import Batch
 from jtrain.runtime import multihost
-from jtrain.runtime.link import Peers
+from jtrain.runtime.link.meeting import Peers
 from tests.tcp_proxy import Proxy
 
 

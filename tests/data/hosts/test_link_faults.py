@@ -18,7 +18,7 @@ from jtrain.data import BatchIterator, open_dataset
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.plane import data_plane
 from jtrain.layout.dims import Batch
-from jtrain.runtime.link import Peers
+from jtrain.runtime.link.meeting import Peers
 from tests.data.conftest import assert_same_batch
 from tests.data.four_sources import spec
 from tests.data.hosts.conftest import Start, joined, pids_of

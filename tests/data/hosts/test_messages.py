@@ -15,7 +15,7 @@ from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.loaders.messages import RequestPart
 from jtrain.data.loss_mask import NO_RUNS
 from jtrain.data.stream.growing_order import WindowAnchor
-from jtrain.runtime.link import Peers
+from jtrain.runtime.link.meeting import Peers
 
 ANCHOR = WindowAnchor(1, 2, 3)
 MESSAGES: tuple[tuple[Any, ...], ...] = (

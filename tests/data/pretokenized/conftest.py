@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jtrain.data.pretokenized import adopt as adopting
+from jtrain.data.pretokenized import scanned_parts
 from jtrain.data.pretokenized.foreign import dense, foreign_file
 from tests.data.pretokenized.adopting import END
 from tests.data.pretokenized.foreign_writers import Documents
@@ -19,5 +19,5 @@ def documents() -> Documents:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of some 500 ids: documents lie in several, and several in one."""
-    for module in (dense, foreign_file, adopting):
+    for module in (dense, foreign_file, scanned_parts):
         monkeypatch.setattr(module, "PART_BYTES", 1000)

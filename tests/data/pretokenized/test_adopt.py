@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jtrain.data.pretokenized import adopt as adopting
-from jtrain.data.pretokenized import index_format
+from jtrain.data.pretokenized import index_format, scanned_parts
 from jtrain.data.pretokenized.adopt import adopt
 from jtrain.data.pretokenized.foreign import dense, foreign_file
 from jtrain.data.pretokenized.reader import PreparedIndex
@@ -200,7 +200,7 @@ def test_an_interrupted_call_goes_on_after_the_files_it_has_scanned(
     for i in range(20):
         write.write_raw(tmp_path / f"{i:02}.bin", documents[i : i + 3])
     monkeypatch.setattr(adopting, "SAVE_S", 0.0)
-    monkeypatch.setattr(adopting, "count_threads", lambda: 1)
+    monkeypatch.setattr(scanned_parts, "count_threads", lambda: 1)
     scan, scanned = dense.SplitFile.scan, []
 
     def failing(self: dense.SplitFile, part: int) -> foreign_file.PartContent:

@@ -33,8 +33,8 @@ from jtrain.runtime.stores import error_line
 from jtrain.step.guard import LEFT_OUT, NAMES, WINDOW, GuardSpec, StepNumbers
 from jtrain.telemetry.append_file import AppendFile
 from jtrain.telemetry.metrics import encode
-from jtrain.train.bad_steps_file import FILE, read_decisions
-from jtrain.train.noise_floor import NoiseFloor, finite_alike
+from jtrain.train.bad_steps.decisions_file import FILE, read_decisions
+from jtrain.train.bad_steps.noise_floor import NoiseFloor, finite_alike
 
 CALM_STEPS = 16
 """Steps after a bad one in which no checkpoint is deleted."""

@@ -1,4 +1,4 @@
-"""Links between the processes of a run: authenticated TCP connections for plain data, arrays and files.
+"""Protocol of the links between the processes of a run: handshake, authenticated frames, messages.
 
     called -> caller   nonce (32 bytes)
     caller -> called   index of its process (4), nonce (32), proof that it knows the run's token (32)
@@ -14,36 +14,18 @@ A message is a frame of JSON, which a schema of its kind checks, and the bytes o
 that follow. No message can name code. The protocol is written once, as generators that yield what they want
 to send or to read; `Link` runs them on a blocking socket, `jtrain.data.hosts.peer_links` in asyncio.
 
-Nobody waits for a silent or slow link: what is sent or read at a time, at most a frame, has a deadline of
-`SILENCE_S`, and so has a sign of life from whoever works on an answer. The kernel ends connections whose
-other end acknowledges nothing for as long.
-
 HMAC-SHA256 hashes 1.4 GiB/s per core where the CPU has SHA instructions (AMD EPYC), keyed BLAKE2b 0.7 GiB/s.
 """
 
-import contextlib
-import dataclasses
 import hmac
 import json
 import math
 import secrets
-import socket
 import struct
-import sys
-import threading
-import time
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-
-from jtrain.runtime import multihost
-
-SILENCE_S = 5.0
-"""Seconds without a sign of life, or for one frame, after which the other end of a link counts as lost."""
-
-MEETING_S = 30.0
-"""Seconds that the processes of a run wait for each other's first connection before they go on without."""
 
 FRAME_BYTES = 1 << 20
 NONCE_BYTES = 32
@@ -58,9 +40,6 @@ _INDEX = struct.Struct("!I")
 _SIZE = struct.Struct("!I")
 _COUNTED_SIZE = struct.Struct("!QI")
 _MOST_ARRAY_BYTES = 1 << 31
-
-_WORKING = "working"
-"""Kind of the message that `Link.working` sends and `Link.receive` passes over."""
 
 type WireStep = bytes | memoryview | int
 """Step of one side of the protocol, a generator: bytes to send, or a number of bytes to read and hand to
@@ -77,68 +56,6 @@ class LinkError(ConnectionError):
     """The other end of a link is not of this run, the connection ended, or what arrived is not what was
     sent.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class Peers:
-    """Processes of a run that have links to each other.
-
-    index: number of this process.
-    addresses: host and port of each one.
-    token: secret of this start of the run.
-    silence_s, meeting_s: see `SILENCE_S` and `MEETING_S`.
-    """
-
-    index: int
-    addresses: tuple[tuple[str, int], ...]
-    token: bytes = dataclasses.field(repr=False)
-    silence_s: float = SILENCE_S
-    meeting_s: float = MEETING_S
-
-    def named(self, process: int) -> str:
-        """Returns a process with its address, for messages."""
-        host, port = self.addresses[process]
-        return f"process {process} at {host}:{port}"
-
-
-def meet() -> tuple[socket.socket, Peers]:
-    """Opens a socket for links to this process and tells all processes where it listens; a collective.
-
-    It listens only on the network by which the processes of the run have found each other.
-    """
-    host = multihost.own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Port 0: the kernel chooses a free one, and the gather
-    # tells it to all. The backlog holds everybody at once.
-    listening = socket.create_server((host, 0), family=family, backlog=multihost.process_count())
-    texts = multihost.gather_texts(f"{host} {listening.getsockname()[1]}")
-    token = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(32), np.int32))
-    addresses = tuple((host_name, int(port)) for host_name, port in map(str.split, texts))
-    return listening, Peers(multihost.process_index(), addresses, token.tobytes())
-
-
-def connect(address: tuple[str, int], silence_s: float) -> socket.socket:
-    """Connects to a process; raises LinkError whatever the reason that it cannot be reached."""
-    try:
-        connection = socket.create_connection(address, timeout=silence_s)
-    except OSError as error:
-        raise LinkError(str(error)) from error
-    set_deadlines(connection, silence_s)
-    return connection
-
-
-def set_deadlines(connection: Any, silence_s: float) -> None:
-    """Has the kernel end a TCP connection whose other end acknowledges nothing for `silence_s` seconds.
-
-    With keepalive also where nothing is sent: a host without power or network closes no connection.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
-        # The first probe after a second, then one a second.
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            connection.setsockopt(socket.IPPROTO_TCP, option, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, math.ceil(silence_s)))
 
 
 class Session:
@@ -260,98 +177,6 @@ def answering(token: bytes, own: int, processes: int) -> Generator[WireStep, byt
     return peer, Session(secret.derive("key of the called"), secret.derive("key of the caller"))
 
 
-class Link:
-    """Link over a blocking socket, for one thread.
-
-    The time-out of the socket is the deadline of a frame, and of a sign of life before it.
-    """
-
-    def __init__(self, connection: socket.socket, session: Session) -> None:
-        self.connection = connection
-        self._session = session
-
-    def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message."""
-        for content in encoded(kind, fields):
-            self.send_content(content)
-
-    def send_content(self, content: bytes | memoryview) -> None:
-        """Sends bytes that a message before has announced."""
-        for part in self._session.sealed(content):
-            send_all(self.connection, part)
-
-    def receive(self, schema: Schema) -> Message:
-        """Returns the next message; waits as long as the other end says that it is working.
-
-        Raises:
-          LinkError: what arrived was not sent by the other end, the connection ended, or nothing came in
-            time.
-        """
-        while True:
-            message = converse(self.connection, self._session.message({**schema, _WORKING: {}}))
-            if message[0] != _WORKING:
-                return message
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Tells the other end that this one is still at work, so that its wait has no limit; nothing else may
-        be sent meanwhile.
-        """
-        has_ended = threading.Event()
-        beat_s = (self.connection.gettimeout() or SILENCE_S) / 4
-
-        def beat() -> None:
-            # A broken link is met by whoever sends next.
-            with contextlib.suppress(OSError):
-                while not has_ended.wait(beat_s):
-                    self.send(_WORKING)
-
-        thread = threading.Thread(target=beat, name="link-working", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            # Frames are counted: the next one must not begin before the last of these has been sent.
-            thread.join()
-
-    def receive_content(self, size_bytes: int) -> Iterator[bytearray]:
-        """Yields so many bytes, block by block, each of them authenticated."""
-        while size_bytes > 0:
-            block = converse(self.connection, self._session.frame())
-            size_bytes -= len(block)
-            yield block
-        # A block may be longer than what was announced: the sender's frames do not fit the message.
-        if size_bytes:
-            raise LinkError(f"{-size_bytes} more bytes arrived than a message announced")
-
-
-def converse[T](connection: socket.socket, steps: Generator[WireStep, bytearray, T]) -> T:
-    """Runs one side of the protocol on a blocking socket; each step has the socket's time-out as deadline."""
-    try:
-        # `next` starts the generator up to its first request; a
-        # read is answered by `send`, a write by `next`.
-        request = next(steps)
-        while True:
-            if isinstance(request, int):
-                request = steps.send(_read_exactly(connection, request))
-            else:
-                send_all(connection, request)
-                request = next(steps)
-    except StopIteration as end:
-        return end.value
-
-
-def send_all(connection: socket.socket, content: bytes | memoryview) -> None:
-    """Sends all of `content`; raises LinkError if the other end does not take it, or not in time."""
-    try:
-        connection.sendall(content)
-    except TimeoutError:
-        raise LinkError(f"{len(content):,} bytes were not taken in {connection.gettimeout():g} s") from None
-    except OSError as error:  # no route to a host without power is no ConnectionError
-        raise LinkError(str(error)) from error
-
-
 def ended_early(arrived: int, expected: int | None) -> LinkError:
     """Returns the error for a connection that ended within, or before, the next bytes."""
     return LinkError(f"the connection ended: {arrived} of the next {expected} bytes arrived")
@@ -401,28 +226,3 @@ def _check_message(
                 f"array {name} of message {kind} is {dtype}{shape}: more than {_MOST_ARRAY_BYTES:,} bytes"
             )
     return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in described]
-
-
-def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
-    content = bytearray(size_bytes)
-    target, filled = memoryview(content), 0
-    # For all of it: a link on which a byte arrives now and then would otherwise be waited for.
-    limit_s = connection.gettimeout()
-    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
-    try:
-        while filled < size_bytes:
-            if limit_s is not None:
-                connection.settimeout(max(1e-3, until_s - time.monotonic()))
-            if not (count := connection.recv_into(target[filled:])):
-                raise ended_early(filled, size_bytes)
-            filled += count
-    except TimeoutError:
-        raise LinkError(f"{filled:,} of the next {size_bytes:,} bytes arrived in {limit_s:g} s") from None
-    except LinkError:
-        raise
-    except OSError as error:
-        raise LinkError(str(error)) from error
-    finally:
-        with contextlib.suppress(OSError):  # of a closed socket
-            connection.settimeout(limit_s)
-    return content
