@@ -35,9 +35,10 @@ def started(nodes: list[Host], **variables: str) -> list[Running]:
 
 
 def test_the_task_is_short_and_comes_again_where_that_helps() -> None:
-    """On 75, 76, 77 and 143, and after a preemption."""
+    """On 75, 76 and 143, and after a preemption; after other failures, 77 among them, a few times."""
     assert len(FILE.read_text().splitlines()) <= 60
-    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 77, 143]
+    recovery = TASK["resources"]["job_recovery"]
+    assert recovery == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75, 76, 143]}
     assert "--constraint constraints.txt" in TASK["setup"]
     assert TASK["run"].rstrip().endswith('-m jtrain.launch --supervise --workdir="$WORKDIR" "$@"')
 

@@ -83,6 +83,7 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
         ({"train_0": 75, "train_1": 75}, 75, True, []),
         ({"train_0": 143, "train_1": 143}, 143, True, []),
         ({"train_0": 75, "train_1": 76}, 76, True, [1]),
+        ({"train_0": 77, "train_1": 77}, 77, True, []),
         ({"check_0": 76, "check_1": 75}, 76, True, [0]),
         ({"train_0": 2, "train_1": 2}, 2, False, []),
         ({"check_0": 2, "check_1": 2}, 2, False, []),
@@ -93,7 +94,7 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
 def test_a_job_is_queued_again_where_that_helps(
     cluster: Slurm, codes: dict[str, int], code: int, again: bool, without: list[int]
 ) -> None:
-    """On 75, 76 and 143, and on 76 without the node; all else would only repeat itself."""
+    """On 75, 76, 77 and 143, and on 76 without the node; all else would only repeat itself."""
     job, ended = submit(cluster, "--config=tiny", codes=codes)
     assert ended == code, job.output
     assert (cluster.folder / "train-0.args").exists() == ("train_0" in codes), (
@@ -102,6 +103,17 @@ def test_a_job_is_queued_again_where_that_helps(
     assert f"error: {min(codes)[:5]}" in job.output, "the reason stands in the job's own output"
     assert cluster.requeued() == again
     assert cluster.excluded == {cluster.hosts[node].name for node in without}
+
+
+def test_what_is_away_is_tried_four_times_in_a_row(cluster: Slurm) -> None:
+    """The supervisors of each have tried for an hour; an attempt with another end begins the count anew."""
+    away, saved = ({"train_0": code, "train_1": code} for code in (77, 75))
+    for codes in (away, saved, away, away, away, away):
+        submit(cluster, "--config=tiny", codes=codes)
+        assert cluster.requeued(), codes
+    job, code = submit(cluster, "--config=tiny", codes=away)
+    assert code == 77, job.output
+    assert not cluster.requeued()
 
 
 SMALL = (
