@@ -1,5 +1,6 @@
 """Planning values of a whole `Run`: its job, its search, its dry run, its built optimizer."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +36,11 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
     components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
-    # The search lays the job out anew for every candidate.
+    # The search lays the job out anew for every candidate, and chooses the microbatches itself.
+    limits = dataclasses.replace(run.layout, microbatch_tokens=None)
     plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
-    return SearchTask(job, run.layout, **settings)
+    return SearchTask(job, limits, **settings)
 
 
 def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
