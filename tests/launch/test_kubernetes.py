@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts
+from tests.launch.kits import check_trained, shrunk
 
 RUNS = ("k8s/job", "k8s/job-tpu", "k8s/jobset", "k8s/jobset-tpu")
 WITH_RAY = "ray/kuberay"
@@ -251,20 +252,15 @@ def test_a_heartbeat_that_is_old_is_no_sign_of_life(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_pods_train(name: str, tmp_path: Path) -> None:
-    """The whole of each manifest, two or four pods: exit code 0 everywhere, and a checkpoint."""
-    arguments = (
-        "--config=tiny",
-        "--with",
-        "debug",
-        "--emulate-devices",
-        "1",
-        "--set",
-        f"mesh.data={len(pods(name))}",
-    )
-    with running(name, tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
+    """The whole of each manifest with its own arguments, two or four pods with as many devices as it asks for."""
+    container = pods(name)[0].container
+    limits = container["resources"]["limits"]
+    (devices,) = [limits[resource] for resource in ("nvidia.com/gpu", "google.com/tpu") if resource in limits]
+    options = shrunk(devices, tmp_path / "run")
+    with running(name, tmp_path, *container["args"], *options) as started:
         codes = [run.end() for run, _, _ in started]
         assert codes == [0] * len(started), [run.output for run, _, _ in started]
-    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+        check_trained(tmp_path / "run", started[0][0].output, devices=devices * len(started))
 
 
 def test_the_ray_cluster_has_the_version_of_the_image() -> None:

@@ -5,6 +5,8 @@ variables.
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import stat
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import Running, descendants, hosts
+from tests.launch.kits import check_trained, documented, shrunk
 from tests.launch.slurm import SLURM_SCRIPT, STUBS, Slurm
 
 RECORDER = """#!/bin/sh
@@ -144,6 +147,30 @@ def test_two_hosts_train(tmp_path: Path) -> None:
     log = slurm.logs()["0.log"]
     assert "node check: 2 devices of 2 processes are fine" in log
     assert (tmp_path / "run" / "checkpoints" / "6").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", documented("launch/slurm.sbatch")[:2])
+def test_a_documented_job_trains(command: str, tmp_path: Path) -> None:
+    """Word for word: one process per node, or one per GPU. The third line differs by its container alone."""
+    sbatch, *words = shlex.split(command)
+    assert sbatch == "sbatch"
+    script = words.index("launch/slurm.sbatch")
+    options = dict(word.removeprefix("--").split("=") for word in words[:script])
+    nodes, per_node = int(options.pop("nodes")), int(options.get("ntasks-per-node", 1))
+    gpus = int(re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", SLURM_SCRIPT.read_text(), re.MULTILINE)[0])
+    workdir = tmp_path / "run"
+    with hosts(nodes, tmp_path) as known:
+        slurm = Slurm(known, tmp_path)
+        arguments = [*words[script + 1 :], *shrunk(gpus // per_node, workdir)]
+        job = slurm.sbatch(SLURM_SCRIPT, *arguments, nodes=nodes, options=options)
+        assert job.end() == 0, (job.output, slurm.logs())
+        check_trained(workdir, slurm.logs()["0.log"], devices=gpus * nodes)
+
+
+def test_the_third_documented_job_is_the_first_in_a_container() -> None:
+    first, _, third = documented("launch/slurm.sbatch")
+    assert third.partition(" ")[2] == first
 
 
 def pids(job: Running, *words: str) -> list[int]:

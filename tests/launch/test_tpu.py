@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts
+from tests.launch.kits import check_trained, documented, shrunk
 
 POD, QUEUED = (ROOT / "launch" / "tpu" / f"{name}.sh" for name in ("pod", "queued_resource"))
 STUBS = Path(__file__).parent / "stubs"
@@ -185,6 +187,24 @@ def test_a_faulty_host_is_told_before_what_is_away(tpus: Tpus) -> None:
         (disk / "codes").write_text(f"{code}\n")
     run = tpus.start(POD, "--config=tiny", NAMES=" ".join(tpus.names))
     assert run.end() == 76, run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tpus", [4], indirect=True, ids=["two slices"])
+@pytest.mark.parametrize("script", [QUEUED, POD], ids=["queued_resource", "pod"])
+def test_a_documented_command_trains(tpus: Tpus, script: Path) -> None:
+    """Word for word, on two slices of 8 chips on 2 hosts."""
+    (command,) = documented(f"launch/tpu/{script.name}")
+    words = shlex.split(command)
+    start = words.index(f"launch/tpu/{script.name}")
+    variables = dict(word.split("=", 1) for word in words[:start])
+    assert variables.get("TYPE", "v5p-16") == "v5p-16", "16 cores are 8 chips"
+    if script == QUEUED:
+        tpus.state.write_text("ACTIVE\n")
+    workdir = tpus.folder / "run"
+    run = tpus.start(script, *words[start + 1 :], *shrunk(4, workdir), python=sys.executable, **variables)
+    assert run.end() == 0, run.output
+    check_trained(workdir, run.output, devices=16)
 
 
 @pytest.mark.slow
