@@ -82,7 +82,12 @@ def train(
     with WorkdirLock(home, say=print_line) if from_scratch else contextlib.nullcontext():  # it moves files
         history_lines = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
     prepared = prepare(
-        run, workdir=workdir, config_text=config_text, allow_change=allow_change, devices=devices
+        run,
+        workdir=workdir,
+        home=home,
+        config_text=config_text,
+        allow_change=allow_change,
+        devices=devices,
     )
     setup, changes = prepared.setup, prepared.changes
     saved_step = max(files.steps(home / "checkpoints"), default=0)
@@ -188,6 +193,7 @@ def prepare(
     run: Run,
     *,
     workdir: Path,
+    home: Path,
     config_text: str,
     allow_change: Sequence[str],
     devices: Sequence[jax.Device] | None,
@@ -197,8 +203,10 @@ def prepare(
     Raises:
       UserError: as `train`.
     """
-    # Before the setup: a change that is not allowed is refused at once.
+    # Before the setup: a change that is not allowed, and a trace of a run that is done, are refused at once.
     changes = check_same_run(workdir, config_text, allow=allow_change)
+    saved_step = max(files.steps(home / "checkpoints"), default=0)
+    run.profile.check_steps_to_come(home, saved_step=saved_step, num_steps=run.num_steps)
     setup = set_up(run, jax.devices() if devices is None else devices)
     return Preparation(setup, changes, load_callbacks(run.callbacks))
 
@@ -225,7 +233,14 @@ def dry_run(
         # With `from_scratch` the history would be moved away, and nothing be refused.
         if not from_scratch:
             check_history(workdir, workdir / "checkpoints", from_scratch=False)
-        prepare(run, workdir=workdir, config_text=config_text, allow_change=allow_change, devices=devices)
+        prepare(
+            run,
+            workdir=workdir,
+            home=workdir,
+            config_text=config_text,
+            allow_change=allow_change,
+            devices=devices,
+        )
     finally:
         # Printed for a run that is refused too: what it would need is part of the answer. Where the layout is
         # the mistake there is no plan, and the refusal says so.
