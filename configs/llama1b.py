@@ -1,7 +1,7 @@
 """Llama 3.2 1B for one device of 80 GB, or several.
 
-    python -m jtrain.launch --config=llama1b --dry-run python -m jtrain.launch --config=llama1b --set
-    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
+    python -m jtrain.plan --config=llama1b --device h100
+    python -m jtrain.launch --config=llama1b --set data.path='/my/*.parquet' --set data.tokenizer=/my/t.json
 
 Dimensions: config.json of meta-llama/Llama-3.2-1B. Learning rate and schedule: those of the 8B model,
 arXiv:2407.21783, table 3.
@@ -27,10 +27,12 @@ def llama1b() -> fdl.Config[Run]:
         Run,
         seed=0,
         num_steps=100_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
-        mesh=fdl.Config(MeshSpec, data=1),
+        mesh=fdl.Config(MeshSpec),
         # All that has a name fits beside 8 sequences in 80 GB, so that no matmul and no attention is computed
         # twice.
-        layout=fdl.Config(LayoutSpec, zero_stage=0, remat="named", remat_save=SAVEABLE, microbatches=8),
+        layout=fdl.Config(
+            LayoutSpec, zero_stage=0, remat="named", remat_save=SAVEABLE, microbatch_tokens=32_768
+        ),
         model=fdl.Config(
             Transformer,
             num_layers=16,
@@ -72,7 +74,5 @@ def llama1b() -> fdl.Config[Run]:
 
 
 def zero3(run: fdl.Config[Run]) -> None:
-    """Shards parameters, gradients and optimizer state over 8 devices."""
-    run.mesh.data = 8
+    """Shards parameters, gradients and optimizer state over all devices."""
     run.layout.zero_stage = 3
-    run.layout.microbatches = 1

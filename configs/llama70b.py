@@ -1,12 +1,11 @@
-"""Llama 3.1 70B for 64 devices of at least 80 GB.
+"""Llama 3.1 70B for 64 devices of at least 80 GB, or more: as many as are there.
 
-    python -m jtrain.launch --config=llama70b --dry-run python -m jtrain.launch --config=llama70b --set
-    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch
-    --config=llama70b --set mesh.replica=4 --set layout.microbatches=2
+    python -m jtrain.plan --config=llama70b --device h100 --count 64
+    python -m jtrain.launch --config=llama70b --set data.path='/my/*.parquet' --set data.tokenizer=/my/t.json
+    python -m jtrain.plan --config=llama70b --device h100 --count 256 --set mesh.replica=4
 
 Dimensions: config.json of meta-llama/Llama-3.1-70B. Learning rate, schedule and tokens per step:
-  arXiv:2407.21783,
-table 3 and section 3.4.1.
+arXiv:2407.21783, table 3 and section 3.4.1.
 """
 
 import fiddle as fdl
@@ -23,13 +22,18 @@ from jtrain.telemetry.metrics import MetricsSpec
 
 
 def llama70b() -> fdl.Config[Run]:
-    """70.6 billion parameters, untied embeddings; everything sharded over 64 devices."""
+    """70.6 billion parameters, untied embeddings; everything sharded over all devices."""
     return fdl.Config(
         Run,
         seed=0,
         num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
-        mesh=fdl.Config(MeshSpec, data=64),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=8),
+        mesh=fdl.Config(MeshSpec),
+        layout=fdl.Config(
+            LayoutSpec,
+            zero_stage=3,
+            remat="full",
+            microbatch_tokens=8192,  # 1 sequence: 8 microbatches on 64 devices
+        ),
         model=fdl.Config(
             Transformer,
             num_layers=80,
@@ -71,9 +75,7 @@ def llama70b() -> fdl.Config[Run]:
 
 
 def tensor8(run: fdl.Config[Run]) -> None:
-    """Tensor parallelism over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between
+    """Tensor parallelism over the 8 devices of a host, ZeRO over hosts: an eighth of the bytes between
     hosts.
     """
-    run.mesh.data = 8
     run.mesh.tensor = 8
-    run.layout.microbatches = 8

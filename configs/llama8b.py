@@ -1,12 +1,10 @@
-"""Llama 3.1 8B for 8 devices of at least 80 GB; for more, raise mesh.data and lower layout.microbatches.
+"""Llama 3.1 8B for 8 devices of at least 80 GB, or more: as many as are there.
 
-    python -m jtrain.launch --config=llama8b --dry-run python -m jtrain.launch --config=llama8b --set
-    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch --config=llama8b
-    --set mesh.data=64 --set layout.microbatches=4
+    python -m jtrain.plan --config=llama8b --device h100 --count 8
+    python -m jtrain.launch --config=llama8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/t.json
 
 Dimensions: config.json of meta-llama/Llama-3.1-8B. Learning rate, schedule and tokens per step:
-  arXiv:2407.21783,
-table 3 and section 3.4.1.
+arXiv:2407.21783, table 3 and section 3.4.1.
 """
 
 import fiddle as fdl
@@ -23,13 +21,18 @@ from jtrain.telemetry.metrics import MetricsSpec
 
 
 def llama8b() -> fdl.Config[Run]:
-    """8.03 billion parameters, untied embeddings; everything sharded over 8 devices."""
+    """8.03 billion parameters, untied embeddings; everything sharded over all devices."""
     return fdl.Config(
         Run,
         seed=0,
         num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
-        mesh=fdl.Config(MeshSpec, data=8),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
+        mesh=fdl.Config(MeshSpec),
+        layout=fdl.Config(
+            LayoutSpec,
+            zero_stage=3,
+            remat="full",
+            microbatch_tokens=16_384,  # 2 sequences: 32 microbatches on 8 devices, 4 on 64
+        ),
         model=fdl.Config(
             Transformer,
             num_layers=32,

@@ -1,10 +1,7 @@
-"""Qwen3 30B-A3B, an MoE with 128 experts, for 8 devices of at least 141 GB.
+"""Qwen3 30B-A3B, an MoE with 128 experts, for 8 devices of at least 141 GB, or more: as many as are there.
 
-For more devices, raise mesh.data and lower layout.microbatches.
-
-    python -m jtrain.launch --config=qwen3_30b_a3b --dry-run
-    python -m jtrain.launch --config=qwen3_30b_a3b --set data.path='/my/*.parquet'
-    python -m jtrain.launch --config=qwen3_30b_a3b --set mesh.data=64 --set layout.microbatches=4
+    python -m jtrain.plan --config=qwen3_30b_a3b --device h200 --count 8
+    python -m jtrain.launch --config=qwen3_30b_a3b --set data.path='/my/*.jsonl' --set data.tokenizer=t.json
 
 Dimensions, and the coefficient of the balancing loss: config.json of Qwen/Qwen3-30B-A3B-Base. Sequence length
 of the first stage in arXiv:2505.09388, section 3.2, which gives no learning rate; the learning rate is Llama
@@ -27,14 +24,19 @@ from jtrain.telemetry.metrics import MetricsSpec
 
 def qwen3_30b_a3b() -> fdl.Config[Run]:
     """30.5 billion parameters, 3.3 active per token; experts split over 4 devices, everything sharded over
-    `data`=2.
+    all.
     """
     return fdl.Config(
         Run,
         seed=0,
         num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
-        mesh=fdl.Config(MeshSpec, data=2, expert=4),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
+        mesh=fdl.Config(MeshSpec, expert=4),
+        layout=fdl.Config(
+            LayoutSpec,
+            zero_stage=3,
+            remat="full",
+            microbatch_tokens=16_384,  # 4 sequences: 32 microbatches on 8 devices, 4 on 64
+        ),
         model=fdl.Config(
             Transformer,
             num_layers=48,

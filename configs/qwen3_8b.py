@@ -1,8 +1,7 @@
-"""Qwen3 8B for 8 devices of at least 80 GB; for more, raise mesh.data and lower layout.microbatches.
+"""Qwen3 8B for 8 devices of at least 80 GB, or more: as many as are there.
 
-    python -m jtrain.launch --config=qwen3_8b --dry-run python -m jtrain.launch --config=qwen3_8b --set
-    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch
-    --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=4
+    python -m jtrain.plan --config=qwen3_8b --device h100 --count 8
+    python -m jtrain.launch --config=qwen3_8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/t.json
 
 Dimensions: config.json of Qwen/Qwen3-8B-Base; the learning rate is Llama 3.1 8B's, because arXiv:2505.09388
 gives none.
@@ -22,13 +21,18 @@ from jtrain.telemetry.metrics import MetricsSpec
 
 
 def qwen3_8b() -> fdl.Config[Run]:
-    """8.19 billion parameters, untied embeddings, QK-norm; everything sharded over 8 devices."""
+    """8.19 billion parameters, untied embeddings, QK-norm; everything sharded over all devices."""
     return fdl.Config(
         Run,
         seed=0,
         num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
-        mesh=fdl.Config(MeshSpec, data=8),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
+        mesh=fdl.Config(MeshSpec),
+        layout=fdl.Config(
+            LayoutSpec,
+            zero_stage=3,
+            remat="full",
+            microbatch_tokens=16_384,  # 2 sequences: 32 microbatches on 8 devices, 4 on 64
+        ),
         model=fdl.Config(
             Transformer,
             num_layers=36,

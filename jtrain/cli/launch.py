@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from jtrain.cli.options import add_config, add_local_devices, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
@@ -41,7 +42,11 @@ def add_options(parser: Parser) -> None:
     add_config(parser)
     add_workdir(parser, "folder, gs:// or s3:// (default: runs/<config>)", required=False)
     add_local_devices(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan, refuse what the run would be refused for, and stop",
+    )
     parser.add_argument(
         "--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)"
     )
@@ -69,13 +74,15 @@ def launch(args: Args) -> int:
     if args.processes is not None and not args.supervise:
         raise UserError(f"--processes {args.processes} starts processes from a supervisor. Add --supervise.")
     # These only print, and end: no supervisor, no workdir.
-    if args.dry_run or args.print_config:
+    if args.print_config or args.topology is not None:
         return train(args)
     if args.workdir is None:
         args.workdir = str(default_workdir(args.config))
     # In the first process: a supervisor would find out only when its child does.
     check_workdir(args.workdir)
-    return supervise(args) if args.supervise else train(args)
+    # A dry run needs no watching, but all processes that would train.
+    is_supervised = args.supervise and (not args.dry_run or args.processes is not None)
+    return supervise(args) if is_supervised else train(args)
 
 
 def supervise(args: Args) -> int:
@@ -117,20 +124,37 @@ def train(args: Args) -> int:
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=args.topology)
 
-    from jtrain.config.devices import resolve_mesh
-    from jtrain.plan import auto_layout
-    from jtrain.plan.from_run import dry_run
+    if args.topology is not None:
+        return compile_for(args.topology, run_config)
+
     from jtrain.train.start import start
 
-    if args.dry_run:
-        # The devices of the topology, which need not be here.
-        devices, lines = resolve_mesh(run_config, auto_layout.devices_of(args.topology))
-        for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=None)):
-            print(line)
-        dry_run(build_run(run_config), topology=args.topology, devices=devices)
-        return 0
-    options = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
-    return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **options)
+    return start(
+        run_config,
+        run,
+        home=workdir_path(args.workdir),
+        environ=os.environ,
+        heart=heart,
+        allow_change=args.allow_change,
+        from_scratch=args.from_scratch,
+        dry_run=args.dry_run,
+    )
+
+
+def compile_for(topology: str, run_config: Any) -> int:
+    """Prints the plan for devices that need not be here, with their compiler's figures; returns the exit
+    code.
+    """
+    from jtrain.config.devices import resolve_mesh
+    from jtrain.config.run import build_run
+    from jtrain.plan import auto_layout
+    from jtrain.plan.from_run import compile_plan
+
+    devices, lines = resolve_mesh(run_config, auto_layout.devices_of(topology))
+    for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=None)):
+        print(line)
+    compile_plan(build_run(run_config), topology=topology, devices=devices)
+    return 0
 
 
 VERB = Verb(

@@ -1,6 +1,7 @@
 """Profile reports: `python -m jtrain.profile --workdir DIR`, and its commands `compare` and `export`."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,8 +67,8 @@ def find(run_or_window: str, step: int | None) -> Path:
     }
     if not windows:
         raise UserError(
-            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Run with --set "
-            "profile.steps=(20,25), or send SIGUSR1 to the running job."
+            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Send SIGUSR1 to its job while it "
+            f"runs, or trace a run of its own: {_traced_command(workdir)}."
         )
     # The newest window, which is the one that a run has just written.
     if step is None:
@@ -78,6 +79,15 @@ def find(run_or_window: str, step: int | None) -> Path:
             f"--step {step}: {workdir / FOLDER} has windows after the steps {windows_text}. Give one of them."
         )
     return windows[step]
+
+
+def _traced_command(workdir: Path) -> str:
+    """The command of the run in `workdir`, with a trace and a workdir of its own."""
+    try:
+        words = json.loads((workdir / "run.json").read_text())["command"]
+    except (OSError, ValueError, KeyError):  # not a run's folder, or not one of this version
+        words = ["jtrain", "launch", "--config=tiny"]
+    return f"{shlex.join(words)} --with profile --workdir {workdir}-profile"
 
 
 def load(folder: Path) -> "Breakdown":

@@ -1,4 +1,4 @@
-"""`mesh.data=auto`: how many of the devices that are here a run takes, and which."""
+"""`mesh.data=auto`: how many of the devices that are here a run takes, and which; its microbatches there."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 
+from jtrain.config.load import choose_microbatches
 from jtrain.config.run import Run, build_run, validate
 from jtrain.errors import UserError, first_few
+from jtrain.layout.layout_spec import split_batch
 
 
 def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
-    """Sets `mesh.data` if it is `auto`; returns the devices of the run, and lines for the log.
+    """Sets `mesh.data` if it is `auto`, then `layout.microbatches` by `layout.microbatch_tokens`; returns the
+    devices of the run, and lines for the log.
 
     `data` becomes the largest number that every check of the config passes: above all, the batch must split
     over it. Each process keeps the same number of its devices, the first ones; the others stay idle. A mesh
@@ -26,7 +29,7 @@ def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[j
     """
     run = build_run(run_config)
     if run.mesh.data != "auto":
-        return list(devices), []
+        return list(devices), choose_microbatches(run_config)
     processes = len({device.process_index for device in devices})
     # With `data=1`, the size of the mesh is the product of the other axes.
     other_axes = run.mesh.resolve_data(1)
@@ -44,9 +47,10 @@ def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[j
             continue
         # Written into the config, so that config.txt tells what the run really used.
         run_config.mesh.data = data
-        return _take_devices(
+        taken_devices, lines = _take_devices(
             devices, devices_per_process, data, refusal or _axes(other_axes.shape, other_axes.size)
         )
+        return taken_devices, [*lines, *choose_microbatches(run_config)]
     device_count = _count(len(devices), devices[0].platform)
     process_text = f" in {processes} processes, which each take equally many" if processes > 1 else ""
     if refusal is not None:
@@ -61,7 +65,9 @@ def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[j
 
 def _check(run: Run, data: int) -> None:
     """Checks the run with `data` devices along that axis."""
-    validate(dataclasses.replace(run, mesh=run.mesh.resolve_data(data)))
+    mesh = run.mesh.resolve_data(data)
+    layout = split_batch(run.layout, mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
+    validate(dataclasses.replace(run, mesh=mesh, layout=layout))
 
 
 def _take_devices(

@@ -1,10 +1,39 @@
-"""Fiddlers for every config: `--with debug` and `--with profile`. A config file may define its own by these
+"""Fiddlers for every config: `--with debug`, `small` and `profile`. A config file may define its own by these
 names.
 """
 
 import fiddle as fdl
 
 from jtrain.config.run import Run
+
+LARGE = 1024
+"""Width from which on a model is one for accelerators, with files that not every machine has."""
+
+
+def small(run: fdl.Config[Run]) -> None:
+    """Shrinks the run to five steps of a narrow model on short sequences, with the config's own layout.
+
+    Mesh, layout, batch, heads and experts stay, so whatever does not split over a cluster does not split over
+    as many emulated devices. A model for accelerators reads byte-level text of the standard library.
+    """
+    is_large = run.model.d_model >= LARGE
+    run.num_steps = 5
+    run.model.num_layers = 2 * run.mesh.stage
+    run.model.d_model = 64
+    run.model.head_dim = 4
+    run.model.d_ff = 128 if getattr(run.model, "moe", None) is None else 32
+    if run.layout.microbatch_tokens is not None:
+        # As many sequences at a time as before.
+        run.layout.microbatch_tokens = max(1, 64 * run.layout.microbatch_tokens // run.data.seq_len)
+    run.data.seq_len = 64
+    run.checkpoint.every_steps = 5
+    run.eval.every_steps = 5
+    run.metrics.log_every_steps = 1
+    if is_large:
+        run.model.vocab_size = 256
+        # Files that every installation has: the run must not download anything.
+        run.data.path = "stdlib"
+        run.data.tokenizer = "bytes"
 
 
 def debug(run: fdl.Config[Run]) -> None:
@@ -14,30 +43,22 @@ def debug(run: fdl.Config[Run]) -> None:
     A model for accelerators also gets few heads and experts, `mesh.data=auto`, and byte-level text of the
     standard library.
     """
-    # Read before the fields below change: `large` must not judge the shrunk model.
-    large, moe = run.model.d_model >= 1024, getattr(run.model, "moe", None)
-    run.num_steps = 5
+    # Read before the fields below change: `is_large` must not judge the shrunk model.
+    is_large, moe, head_dim = run.model.d_model >= LARGE, getattr(run.model, "moe", None), run.model.head_dim
+    small(run)
     run.model.num_layers = 2
-    run.model.d_model = 64
-    run.model.d_ff = 128 if moe is None else 32
-    run.data.seq_len = 64
+    run.model.head_dim = head_dim
     run.data.global_batch = 8
-    run.checkpoint.every_steps = 5
-    run.eval.every_steps = 5
-    run.metrics.log_every_steps = 1
-    if not large:
+    if not is_large:
         return
     # The devices of a laptop, whatever mesh the config is for.
     run.mesh.data = "auto"
     run.mesh.expert = 1
     run.layout.microbatches = 1
+    run.layout.microbatch_tokens = None
     run.model.num_heads = 4
     run.model.num_kv_heads = 2
     run.model.head_dim = 16
-    run.model.vocab_size = 256
-    # Files that every installation has: the run must not download anything.
-    run.data.path = "stdlib"
-    run.data.tokenizer = "bytes"
     if moe is not None:
         moe.num_experts = 8
         moe.top_k = 2

@@ -15,6 +15,7 @@ from jtrain.config import tree
 from jtrain.config.run import Run, build_component
 from jtrain.errors import UserError, did_you_mean
 from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.layout_spec import split_batch
 from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
 from jtrain.runtime.user_code import load_python_file, located
 
@@ -59,18 +60,41 @@ def mesh_size(config: fdl.Config[Run]) -> int:
     return build_component(config.mesh).resolve_data(1).size
 
 
+def choose_microbatches(config: fdl.Config[Run]) -> list[str]:
+    """Sets `layout.microbatches` as `layout.microbatch_tokens` asks; the mesh is known. Returns a line if it
+    changed.
+    """
+    layout: LayoutSpec = build_component(config.layout)
+    data = config.data
+    split = split_batch(
+        layout, build_component(config.mesh), global_batch=data.global_batch, seq_len=data.seq_len
+    )
+    if split == layout:
+        return []
+    config.layout.microbatches = split.microbatches
+    return [
+        f"layout.microbatches={split.microbatches}: a device computes at most "
+        f"layout.microbatch_tokens={layout.microbatch_tokens} at a time"
+    ]
+
+
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed
     field.
 
     Where the config has `mesh.data=auto`, only that is set. Elsewhere `data` takes up the difference and
     absorbs `replica`, the other axes keep their sizes, and `layout.microbatches` is chosen so that a device
-    computes at most as many sequences at a time as before.
+    computes at most as many sequences at a time as before. Then `layout.microbatch_tokens` is kept to.
 
     Raises:
       UserError: `count` is not a multiple of the other axes, or the batch does not split over `count`
         devices.
     """
+    # In this order: the number of microbatches depends on the mesh.
+    return [*_with_mesh_of(config, count), *choose_microbatches(config)]
+
+
+def _with_mesh_of(config: fdl.Config[Run], count: int) -> list[str]:
     mesh_spec: MeshSpec = build_component(config.mesh)
     layout: LayoutSpec = build_component(config.layout)
     one_data_mesh = mesh_spec.resolve_data(1)
@@ -182,7 +206,7 @@ def _call(module: types.ModuleType, name: str, role: str, num_arguments: int, *a
         # A config's own fiddler of the same name comes first.
         functions |= {
             fiddler.__name__: fiddler
-            for fiddler in (shared.debug, shared.profile)
+            for fiddler in (shared.debug, shared.small, shared.profile)
             if fiddler.__name__ not in functions
         }
     if name not in functions:

@@ -12,28 +12,31 @@ from jtrain.layout.offload_spec import OffloadSpec
 class LayoutSpec:
     """Layout options of a model on a mesh; they change speed and memory, never the losses.
 
-    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also
-      parameters.
-    microbatches: number of parts in which the global batch is computed; their gradients are summed.
-    remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's
-      input and recomputes the rest, `named` that input and `remat_save`.
-    remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
-    tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls,
-      except where the kernels' cost model predicts that this is slower.
-    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
-      collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
-      together.
-    offload: arrays kept in host memory.
-    context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
-      scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
-      (arXiv:2309.14509).
-    auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the
-      settings that fit with the least predicted step time. They replace the config's, and config.txt holds
-      them.
+      zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also
+        parameters.
+      microbatches: number of parts in which the global batch is computed; their gradients are summed.
+    microbatch_tokens: most tokens that a device computes at a time: once the mesh is known, each of the
+      `microbatches` is cut into as many parts as that takes (`split_batch`). None leaves them as they are.
+      remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's
+        input and recomputes the rest, `named` that input and `remat_save`.
+      remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
+      tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls,
+        except where the kernels' cost model predicts that this is slower.
+      sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
+        collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
+        together.
+      offload: arrays kept in host memory.
+      context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
+        scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
+        (arXiv:2309.14509).
+      auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the
+        settings that fit with the least predicted step time. They replace the config's, and config.txt holds
+        them.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     microbatches: int = 1
+    microbatch_tokens: int | None = None
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     tensor_overlap: bool = False
@@ -47,6 +50,11 @@ class LayoutSpec:
             raise UserError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
         if self.microbatches < 1:
             raise UserError(f"layout.microbatches={self.microbatches} must be at least 1.")
+        if self.microbatch_tokens is not None and self.microbatch_tokens < 1:
+            raise UserError(
+                f"layout.microbatch_tokens={self.microbatch_tokens} must be at least 1. Set it to None to "
+                f"leave layout.microbatches={self.microbatches} as it is."
+            )
         if self.sequence_groups < 1:
             raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
         # An option that silently does nothing is refused in both directions.
@@ -59,6 +67,25 @@ class LayoutSpec:
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
         """True if gradients are summed over devices layer by layer, not all at once at the end."""
         return mesh.replica == 1 and (self.zero_stage >= 2 or mesh.zero_shards == 1)
+
+
+def split_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> LayoutSpec:
+    """Returns `spec` with as many microbatches as `microbatch_tokens` takes on a mesh.
+
+    512 sequences of 8192 tokens over data=16, at most 16,384 tokens: 16 microbatches of 2 sequences. A device
+    computes at least one sequence at a time, however long. A batch that does not split is left to
+    `check_batch`, which refuses it.
+    """
+    rows, rest = divmod(global_batch, mesh.batch_shards * spec.microbatches)
+    if spec.microbatch_tokens is None or rest:
+        return spec
+    # Between layers a device holds its part of the positions only.
+    positions = seq_len // (mesh.context * mesh.tensor)
+    sizes = [n for n in range(rows, 0, -1) if rows % n == 0 and n % spec.sequence_groups == 0]
+    fitting_sizes = [n for n in sizes if n * positions <= spec.microbatch_tokens]
+    # The largest that keeps to the limit, else the smallest that there is.
+    size = next(iter(fitting_sizes or sizes[-1:]), rows)
+    return dataclasses.replace(spec, microbatches=spec.microbatches * (rows // size))
 
 
 def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> int:

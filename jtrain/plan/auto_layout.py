@@ -229,15 +229,15 @@ def _earlier_settings(
 def _settings_text(settings: dict[str, object]) -> str:
     """Settings as text, such as `layout.remat=full`, without those of the mesh.
 
-    Of more than three, offloads of nothing and an empty `layout.remat_save` are left out.
+    Of more than three, offloads of nothing, an empty `layout.remat_save` and no limit are left out.
     """
     visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
     # Few settings are those that the config left open: each is shown, whatever was chosen.
     if len(visible) > 3:
-        may_be_idle = ("layout.remat_save", "layout.offload.")
+        may_be_idle = ("layout.remat_save", "layout.offload.", "layout.microbatch_tokens")
         visible = {
             path: value
             for path, value in visible.items()
-            if not (path.startswith(may_be_idle) and value in ("none", (), "device"))
+            if not (path.startswith(may_be_idle) and value in ("none", (), "device", None))
         }
     return " ".join(f"{path}={value}" for path, value in visible.items())

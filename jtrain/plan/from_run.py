@@ -1,5 +1,6 @@
 """Planning values of a whole `Run`: its job, its search, its dry run, its built optimizer."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
 from jtrain.plan.estimate.machine import Machine, machine_of
+from jtrain.plan.fit_check import available_bytes, check_fits_devices
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import print_plan
 from jtrain.plan.search_task import SearchTask
@@ -35,24 +37,28 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
     components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
-    # The search lays the job out anew for every candidate.
+    # The search lays the job out anew for every candidate, and chooses the microbatches itself.
+    limits = dataclasses.replace(run.layout, microbatch_tokens=None)
     plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
-    return SearchTask(job, run.layout, **settings)
+    return SearchTask(job, limits, **settings)
 
 
-def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
-    """Prints the plan, with a topology also its compiler's report; allocates nothing on a device.
+def compile_plan(run: Run, *, topology: str, devices: Sequence[jax.Device]) -> None:
+    """Prints the plan for a machine that need not be here, with its compiler's report.
 
     Args:
-      devices: those of the topology, or of this machine, that the run takes.
+      devices: those of the topology that the run takes.
 
     Raises:
-      UserError: the mesh is not of that many devices.
+      UserError: the mesh is not of that many devices, or the run does not fit them.
     """
     # The machine tells the platform, whose compiler decides what a step keeps in memory.
     job = plan_job(run, machine_of(devices))
     print_plan(job, optimizer=make_optimizer(run), topology=topology, devices=devices)
+    available = available_bytes(devices)
+    if available is not None:
+        check_fits_devices(job, devices, available=available)
 
 
 def make_optimizer(run: Run) -> Optimizer:

@@ -1,8 +1,10 @@
 """Profiling settings of a run: the traced steps and the source of clock samples."""
 
 import dataclasses
+from pathlib import Path
 
 from jtrain.errors import UserError
+from jtrain.profile.trace_dir import FOLDER
 
 WINDOW_STEPS = 5
 """Steps that SIGUSR1 traces: clocks vary between steps, and a trace of many steps is slow to read."""
@@ -42,6 +44,25 @@ class ProfileSpec:
             raise UserError(
                 f"profile.clocks={self.clocks!r} must be one of {', '.join(CLOCKS)}, scripted:FILE."
             )
+
+    def check_steps_to_come(self, workdir: Path, *, saved_step: int, num_steps: int) -> None:
+        """Checks that a run has steps to trace, or has traced them.
+
+        Args:
+          workdir: folder of the run.
+          saved_step: step of its newest checkpoint, 0 without one.
+
+        Raises:
+          UserError: the run is done without a trace of the window.
+        """
+        if self.steps is None or saved_step < num_steps:
+            return
+        if (workdir / FOLDER / str(self.steps[0])).exists():
+            return
+        raise UserError(
+            f"profile.steps={self.steps} can trace nothing: the run in {workdir} is done, at step {saved_step} "
+            f"of {num_steps}. Add --workdir {workdir}-profile to train and trace it there."
+        )
 
     def check_length(self, num_steps: int) -> None:
         """Checks that the window ends within the run.

@@ -28,7 +28,7 @@ _BY_CLUSTERS = {
     REFUSED: "end",
     STOPPED: "start the same command again",
     FAULTY_HARDWARE: "start again, where possible on other hosts",
-    AWAY: "start again; `--supervise` has tried for an hour before",
+    AWAY: "start again, a few times in a row; `--supervise` has tried for an hour before",
     BUG: "end; a JobSet restarts all pods, up to `maxRestarts`",
 }
 """What the kits in `launch/` do."""

@@ -31,7 +31,7 @@ opposite."""
 
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
-    names = ("zero_stage", "remat", "remat_save", "microbatches")
+    names = ("zero_stage", "remat", "remat_save", "microbatches", "microbatch_tokens")
     settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
     return settings | {
         f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")

@@ -4,6 +4,7 @@ set_up -> lock of the workdir -> restored state -> Attempt -> Loop.run
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,12 @@ from jtrain.checkpoint.lost_history import check_history
 from jtrain.checkpoint.restoring import Restored
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run
+from jtrain.errors import UserError
+from jtrain.plan.estimate.machine import machine_of
+from jtrain.plan.fit_check import available_bytes
+from jtrain.plan.from_run import plan_job
 from jtrain.plan.oom_report import explain_exhaustion
-from jtrain.plan.report.summary import plan_text
+from jtrain.plan.report.summary import plan_text, print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
@@ -76,19 +81,23 @@ def train(
     # Held only for the move: the run takes the lock again below, after the setup.
     with WorkdirLock(home, say=print_line) if from_scratch else contextlib.nullcontext():  # it moves files
         history_lines = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
-    # Before the setup: a change that is not allowed is refused at once.
-    changes = check_same_run(workdir, config_text, allow=allow_change)
+    prepared = prepare(
+        run,
+        workdir=workdir,
+        home=home,
+        config_text=config_text,
+        allow_change=allow_change,
+        devices=devices,
+    )
+    setup, changes = prepared.setup, prepared.changes
     saved_step = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=saved_step, changes=changes)
-    setup = set_up(run, jax.devices() if devices is None else devices)
     if jax.process_index() == 0:
         print_line("\n".join(setup.lines(home)))
     job, mesh = setup.job, setup.mesh
 
     checkpoints = Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order)
     integrity = IntegrityCheck(run.integrity, checkpoints)
-    # Before the lock: an error in user code leaves the workdir untouched.
-    user_callbacks = load_callbacks(run.callbacks)
     with (
         WorkdirLock(home, say=print_line) as lock,  # before anything in the workdir is written or removed
         # Errors of a full disk become one message, wherever they happen inside.
@@ -99,7 +108,7 @@ def train(
         # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.
         StopRequest() as stop,
         Callbacks(
-            [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]
+            [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *prepared.user_callbacks]
         ) as callbacks,
         open_local_memory(setup, home, checkpoints, config_text) as local,
     ):
@@ -166,6 +175,79 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
     return DONE if is_complete else STOPPED
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """Parts of an attempt that are made, and refused, before the workdir is locked.
+
+    changes: differences to the run in the workdir that `--allow-change` permits.
+    """
+
+    setup: Setup
+    changes: list[str]
+    user_callbacks: list[Callback]
+
+
+def prepare(
+    run: Run,
+    *,
+    workdir: Path,
+    home: Path,
+    config_text: str,
+    allow_change: Sequence[str],
+    devices: Sequence[jax.Device] | None,
+) -> Preparation:
+    """Checks the workdir, the devices, the data and the user's code; writes nothing to the workdir.
+
+    Raises:
+      UserError: as `train`.
+    """
+    # Before the setup: a change that is not allowed, and a trace of a run that is done, are refused at once.
+    changes = check_same_run(workdir, config_text, allow=allow_change)
+    saved_step = max(files.steps(home / "checkpoints"), default=0)
+    run.profile.check_steps_to_come(home, saved_step=saved_step, num_steps=run.num_steps)
+    setup = set_up(run, jax.devices() if devices is None else devices)
+    return Preparation(setup, changes, load_callbacks(run.callbacks))
+
+
+def dry_run(
+    run: Run,
+    *,
+    workdir: Path,
+    config_text: str,
+    allow_change: Sequence[str] = (),
+    from_scratch: bool = False,
+    devices: Sequence[jax.Device] | None = None,
+) -> int:
+    """Prints the plan of a run, and refuses what `train` refuses before it locks the workdir; returns 0.
+
+    Allocates nothing on a device. What a checkpoint holds is not looked at.
+
+    Raises:
+      UserError: as `train`.
+    """
+    devices = jax.devices() if devices is None else devices
+    try:
+        check_shared(workdir)
+        # With `from_scratch` the history would be moved away, and nothing be refused.
+        if not from_scratch:
+            check_history(workdir, workdir / "checkpoints", from_scratch=False)
+        prepare(
+            run,
+            workdir=workdir,
+            home=workdir,
+            config_text=config_text,
+            allow_change=allow_change,
+            devices=devices,
+        )
+    finally:
+        # Printed for a run that is refused too: what it would need is part of the answer. Where the layout is
+        # the mistake there is no plan, and the refusal says so.
+        with contextlib.suppress(UserError):
+            if jax.process_index() == 0:
+                print_plan(plan_job(run, machine_of(devices)), available=available_bytes(devices))
+    return DONE
 
 
 def open_local_memory(

@@ -33,6 +33,7 @@ def start(
     heart: Heart | None,
     allow_change: Sequence[str],
     from_scratch: bool,
+    dry_run: bool,
 ) -> int:
     """Starts an attempt of `run`, which `run_config` builds; returns the exit code.
 
@@ -41,6 +42,7 @@ def start(
       environ: names the other processes.
       heart: heartbeat to the supervisor; None if nobody supervises.
       allow_change, from_scratch: as of `attempt.train`.
+      dry_run: prints the plan and ends, where `attempt.train` would lock the workdir.
     """
     if heart is not None:
         # The heartbeat begins before the processes join: one that hangs there is found too.
@@ -67,7 +69,7 @@ def start(
         heart.enter("setup")
     compile_collectives_anew()
     # Before the layout is chosen: a rerun takes it from the workdir.
-    workdir, watchers = open_workdir(home, environ)
+    workdir, watchers = (home, []) if dry_run else open_workdir(home, environ)
     if heart is not None:
         heart.configure(run.supervise, run.alerts.in_workdir(workdir))
         watchers = [*watchers, Heartbeat(heart)]
@@ -76,14 +78,16 @@ def start(
     for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=workdir)):
         if jax.process_index() == 0:
             print(line, flush=True)
+    run, config_text = build_run(run_config), with_auto_remarks(tree.flat(run_config), config_text)
+    options: Any = dict(allow_change=allow_change, from_scratch=from_scratch, devices=devices)
+    if dry_run:
+        return attempt.dry_run(run, workdir=workdir, config_text=config_text, **options)
     return attempt.train(
-        build_run(run_config),
+        run,
         workdir=workdir,
         home=home,
-        config_text=with_auto_remarks(tree.flat(run_config), config_text),
-        devices=devices,
+        config_text=config_text,
         started_s=process_start_s(),
         watchers=watchers,
-        allow_change=allow_change,
-        from_scratch=from_scratch,
+        **options,
     )

@@ -52,6 +52,6 @@ for slice in "${slices[@]}"; do
     wait "$slice" || ended=$?
     kill -0 "$slice" 2>/dev/null || break
   done
-  if ((ended > code)); then code=$ended; fi
+  if ((code != 76 && (ended == 76 || ended > code))); then code=$ended; fi # a faulty host before all else
 done
 exit "$code"

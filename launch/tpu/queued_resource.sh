@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Asks for TPU slices, waits for them and trains on them with pod.sh. Where they are preempted, or a host is faulty (76),
-# it gives them back and asks again, and the run goes on from its last save. The slices are kept when the run is done.
+# it gives them back and asks again, and the run goes on from its last save. Where a store or a disk is away (77) for the
+# hour of the supervisors, it starts them again, four times in a row. The slices are kept when the run is done.
 #
 #   ZONE=us-east5-a TYPE=v5p-16 RUNTIME=v2-alpha-tpuv5 SLICES=2 SETUP='pip install ...' \
 #     launch/tpu/queued_resource.sh NAME --config=llama8b --set mesh.replica=2 --workdir=gs://bucket/run
@@ -18,6 +19,7 @@ if ((${SLICES:-1} > 1)); then
   NAMES="$(seq --format="$name-%.0f" --separator=" " 0 $((SLICES - 1)))"
   nodes=(--node-count="$SLICES" --node-prefix="$name")
 fi
+away=0 # how often in a row the run has ended with 77
 read -ra options <<<"${OPTIONS:-}"
 
 while :; do
@@ -45,8 +47,11 @@ while :; do
   done
   "$(dirname "${BASH_SOURCE[0]}")/pod.sh" "$@" || code=$?
   sleep "${POLL_S:-30}" # the state of slices that were taken away changes some seconds later
+  away=$((code == 77 ? away + 1 : 0))
   if ((code == 76)); then
     resource delete --force --quiet
+  elif ((code == 77 && away <= 4)); then
+    echo "what the run needs is away (77): start $away of 4"
   elif ((code == 0 || code == 2)) || [[ "$(state)" == ACTIVE ]]; then
     echo "give the slices back: gcloud compute tpus queued-resources delete $name --zone=$ZONE --force"
     exit "$code"

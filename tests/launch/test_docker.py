@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.hosts import ROOT
+from tests.launch.hosts import ROOT, environment
+from tests.launch.kits import check_trained, shrunk
 
 FILES = sorted((ROOT / "launch" / "docker").glob("*.Dockerfile"))
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "USER", "ENTRYPOINT"}
@@ -85,6 +86,20 @@ def test_what_a_dockerfile_copies_makes_the_wheel(file: Path, tmp_path: Path) ->
     (wheel,) = tmp_path.glob("jtrain-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"jtrain/cli/launch.py", "jtrain/_configs/tiny.py", "jtrain_kernels/device.py"} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_what_a_container_runs_trains(file: Path, tmp_path: Path) -> None:
+    """The entry point with the arguments of the file's own `docker run`, on four devices."""
+    (entry,) = [json.loads(rest) for name, rest in instructions(file) if name == "ENTRYPOINT"]
+    (arguments,) = re.findall(r"docker run .* jtrain:\w+ (--config.*)", file.read_text())
+    command = [sys.executable, *entry[1:], *arguments.split(), *shrunk(4, tmp_path / "run")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    check_trained(tmp_path / "run", done.stdout, devices=4)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

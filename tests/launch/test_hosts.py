@@ -1,5 +1,6 @@
 """The test hosts are apart, and launch/local.sh on each of them is one run, or a refusal."""
 
+import re
 import socket
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts, kind
+from tests.launch.kits import check_trained, shrunk
 from tests.processes import program
 
 
@@ -53,6 +55,21 @@ def local_sh(host: Host, number: int, processes: int, coordinator: str, *argumen
     joined = {"JTRAIN_NUM_PROCESSES": str(processes), "JTRAIN_PROCESS_ID": str(number)}
     environ = environment(JTRAIN_COORDINATOR=coordinator, **joined)
     return host.start([str(ROOT / "launch" / "local.sh"), *arguments], environ)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "devices"), [(0, 1), (1, 8)])
+def test_the_scripts_own_examples_train(example: int, devices: int, tmp_path: Path) -> None:
+    """Word for word: one process of this machine, and two of four emulated devices."""
+    script = ROOT / "launch" / "local.sh"
+    words = re.findall(r"^#   launch/local\.sh (.*)$", script.read_text(), re.MULTILINE)[example].split()
+    processes = 2 if "-n" in words else 1
+    run = Running(
+        [str(script), *words, *shrunk(devices // processes, tmp_path / "run")], environment(), cwd=ROOT
+    )
+    assert run.end() == 0, run.output
+    if devices > 1:
+        check_trained(tmp_path / "run", run.output, devices=devices)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts
+from tests.launch.kits import check_trained, shrunk
 
 RUNS = ("k8s/job", "k8s/job-tpu", "k8s/jobset", "k8s/jobset-tpu")
 WITH_RAY = "ray/kuberay"
@@ -114,18 +115,21 @@ def verdict(job: dict[str, Any], code: int, *, disrupted: bool = False) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_pod_that_saved_comes_again_and_others_count(name: str) -> None:
-    """75 and 143 never count. In a JobSet 2 is final, and every other end starts all pods anew."""
+    """75 and 143 never count, 2 is final, and others count up to a limit: 77 is not tried again for ever. In a
+    JobSet they start all pods anew.
+    """
     job, _, _ = job_of(name)
     jobset = "jobset" in name
-    assert [verdict(job, code) for code in (75, 143, 76, 1, 137)] == [
+    assert [verdict(job, code) for code in (75, 143, 76, 77, 1, 137)] == [
         "Ignore",
         "Ignore",
+        "Count",
         "Count",
         "Count",
         "Count",
     ]
     assert verdict(job, 75, disrupted=True) == "Ignore"
-    assert verdict(job, 2) == ("FailJob" if jobset else "Count")
+    assert verdict(job, 2) == "FailJob"
     assert verdict(job, 137, disrupted=True) == ("Count" if jobset else "Ignore")
     assert job["template"]["spec"]["restartPolicy"] == "Never", "a pod failure policy allows no other"
     assert (job["backoffLimit"] == 0) == jobset
@@ -219,16 +223,18 @@ def probe(pod: Pod, environ: dict[str, str]) -> int:
     return subprocess.run(command, env=environ, capture_output=True, check=False).returncode
 
 
-def test_pods_join_and_a_mesh_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dry", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["", "dry"])
+def test_pods_join_and_a_mesh_that_does_not_fit_is_refused(dry: tuple[str, ...], tmp_path: Path) -> None:
     """Two processes of one device each find each other by the names of their pods, and count two devices, not
-    four.
+    four; a dry run too.
     """
-    arguments = ("--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4")
+    arguments = ("--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4", *dry)
     with running("k8s/job", tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
         codes = [run.end() for run, _, _ in started]
         for (run, _, environ), pod in zip(started, pods("k8s/job"), strict=True):
             assert re.search("2 (devices )?are here", run.output), run.output
-            assert probe(pod, environ) == 0, "the supervisor has touched the file"
+            # A dry run has no supervisor.
+            assert probe(pod, environ) == bool(dry), "the supervisor has touched the file"
             assert probe(pod, environ | {"JTRAIN_HEARTBEAT_FILE": str(tmp_path / "none")}) == 1
     assert codes == [2, 2]
 
@@ -248,20 +254,15 @@ def test_a_heartbeat_that_is_old_is_no_sign_of_life(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_pods_train(name: str, tmp_path: Path) -> None:
-    """The whole of each manifest, two or four pods: exit code 0 everywhere, and a checkpoint."""
-    arguments = (
-        "--config=tiny",
-        "--with",
-        "debug",
-        "--emulate-devices",
-        "1",
-        "--set",
-        f"mesh.data={len(pods(name))}",
-    )
-    with running(name, tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
+    """The whole of each manifest with its own arguments, two or four pods with as many devices as it asks for."""
+    container = pods(name)[0].container
+    limits = container["resources"]["limits"]
+    (devices,) = [limits[resource] for resource in ("nvidia.com/gpu", "google.com/tpu") if resource in limits]
+    options = shrunk(devices, tmp_path / "run")
+    with running(name, tmp_path, *container["args"], *options) as started:
         codes = [run.end() for run, _, _ in started]
         assert codes == [0] * len(started), [run.output for run, _, _ in started]
-    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+        check_trained(tmp_path / "run", started[0][0].output, devices=devices * len(started))
 
 
 def test_the_ray_cluster_has_the_version_of_the_image() -> None:

@@ -1,6 +1,7 @@
 """launch/ray/train.py on a real Ray cluster of two nodes, both on this machine."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import psutil
 import pytest
 
 from tests.launch.hosts import ROOT, environment
+from tests.launch.kits import check_trained, documented, shrunk
 
 # Ray's test cluster starts its daemons by a fork of this process, in which other tests may have started jax:
 # each is replaced by exec at once, so jax's warning of deadlocks does not concern it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")]
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "ray" / "train.py"), "--nodes"]
+GPUS = 8
 TINY = ["--config=tiny", "--with", "debug", "--emulate-devices", "1"]
 
 
@@ -33,7 +36,7 @@ def environ() -> Iterator[dict[str, str]]:
         # Ray's workers inherit the variables of the nodes.
         for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED"):
             patch.setenv(name, variables[name])
-        size: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        size: dict[str, Any] = {"num_cpus": 1, "num_gpus": GPUS, "object_store_memory": 80 << 20}
         cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
         try:
             cluster.add_node(**size)
@@ -43,19 +46,22 @@ def environ() -> Iterator[dict[str, str]]:
 
 
 def test_ray_starts_one_run_of_a_process_per_node(environ: dict[str, str], tmp_path: Path) -> None:
-    command = [*COMMAND, "2", *TINY, "--set", "mesh.data=2", "--workdir", str(tmp_path / "run")]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    """The documented command, word for word; Ray is told of GPUs that are not there."""
+    (command,) = documented("launch/ray/train.py")
+    words = [sys.executable, *shlex.split(command)[1:], *shrunk(GPUS, tmp_path / "run")]
+    assert words[2:6] == ["--nodes", "2", "--gpus", str(GPUS)]
+    done = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+    check_trained(tmp_path / "run", done.stdout, devices=2 * GPUS)
 
 
 def test_more_nodes_than_there_are_and_a_bad_config_are_refused(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    few = [*COMMAND, "2", "--gpus", "8", *TINY, "--workdir", str(tmp_path / "run")]
+    few = [*COMMAND, "2", "--gpus", "16", *TINY, "--workdir", str(tmp_path / "run")]
     done = subprocess.run(few, env=environ, capture_output=True, text=True, timeout=570)
     assert done.returncode == 2
-    assert "no 2 nodes with 8 free GPUs each" in done.stderr
+    assert "no 2 nodes with 16 free GPUs each" in done.stderr
     wrong = [*COMMAND, "2", "--config=tny", "--workdir", str(tmp_path / "run")]
     done = subprocess.run(wrong, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=570)
     assert done.returncode == 2, "the code of the processes"

@@ -5,6 +5,8 @@ variables.
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import stat
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import Running, descendants, hosts
+from tests.launch.kits import check_trained, documented, shrunk
 from tests.launch.slurm import SLURM_SCRIPT, STUBS, Slurm
 
 RECORDER = """#!/bin/sh
@@ -83,6 +86,7 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
         ({"train_0": 75, "train_1": 75}, 75, True, []),
         ({"train_0": 143, "train_1": 143}, 143, True, []),
         ({"train_0": 75, "train_1": 76}, 76, True, [1]),
+        ({"train_0": 77, "train_1": 77}, 77, True, []),
         ({"check_0": 76, "check_1": 75}, 76, True, [0]),
         ({"train_0": 2, "train_1": 2}, 2, False, []),
         ({"check_0": 2, "check_1": 2}, 2, False, []),
@@ -93,7 +97,7 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
 def test_a_job_is_queued_again_where_that_helps(
     cluster: Slurm, codes: dict[str, int], code: int, again: bool, without: list[int]
 ) -> None:
-    """On 75, 76 and 143, and on 76 without the node; all else would only repeat itself."""
+    """On 75, 76, 77 and 143, and on 76 without the node; all else would only repeat itself."""
     job, ended = submit(cluster, "--config=tiny", codes=codes)
     assert ended == code, job.output
     assert (cluster.folder / "train-0.args").exists() == ("train_0" in codes), (
@@ -102,6 +106,17 @@ def test_a_job_is_queued_again_where_that_helps(
     assert f"error: {min(codes)[:5]}" in job.output, "the reason stands in the job's own output"
     assert cluster.requeued() == again
     assert cluster.excluded == {cluster.hosts[node].name for node in without}
+
+
+def test_what_is_away_is_tried_four_times_in_a_row(cluster: Slurm) -> None:
+    """The supervisors of each have tried for an hour; an attempt with another end begins the count anew."""
+    away, saved = ({"train_0": code, "train_1": code} for code in (77, 75))
+    for codes in (away, saved, away, away, away, away):
+        submit(cluster, "--config=tiny", codes=codes)
+        assert cluster.requeued(), codes
+    job, code = submit(cluster, "--config=tiny", codes=away)
+    assert code == 77, job.output
+    assert not cluster.requeued()
 
 
 SMALL = (
@@ -132,6 +147,30 @@ def test_two_hosts_train(tmp_path: Path) -> None:
     log = slurm.logs()["0.log"]
     assert "node check: 2 devices of 2 processes are fine" in log
     assert (tmp_path / "run" / "checkpoints" / "6").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", documented("launch/slurm.sbatch")[:2])
+def test_a_documented_job_trains(command: str, tmp_path: Path) -> None:
+    """Word for word: one process per node, or one per GPU. The third line differs by its container alone."""
+    sbatch, *words = shlex.split(command)
+    assert sbatch == "sbatch"
+    script = words.index("launch/slurm.sbatch")
+    options = dict(word.removeprefix("--").split("=") for word in words[:script])
+    nodes, per_node = int(options.pop("nodes")), int(options.get("ntasks-per-node", 1))
+    gpus = int(re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", SLURM_SCRIPT.read_text(), re.MULTILINE)[0])
+    workdir = tmp_path / "run"
+    with hosts(nodes, tmp_path) as known:
+        slurm = Slurm(known, tmp_path)
+        arguments = [*words[script + 1 :], *shrunk(gpus // per_node, workdir)]
+        job = slurm.sbatch(SLURM_SCRIPT, *arguments, nodes=nodes, options=options)
+        assert job.end() == 0, (job.output, slurm.logs())
+        check_trained(workdir, slurm.logs()["0.log"], devices=gpus * nodes)
+
+
+def test_the_third_documented_job_is_the_first_in_a_container() -> None:
+    first, _, third = documented("launch/slurm.sbatch")
+    assert third.partition(" ")[2] == first
 
 
 def pids(job: Running, *words: str) -> list[int]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts
+from tests.launch.kits import check_trained, documented, shrunk
 
 POD, QUEUED = (ROOT / "launch" / "tpu" / f"{name}.sh" for name in ("pod", "queued_resource"))
 STUBS = Path(__file__).parent / "stubs"
 
 RECORDER = """#!/bin/sh
 { echo "$*"; env | grep -E '^(JTRAIN|MEGASCALE)_' | sort; } >>said
-code=$(cat code 2>/dev/null || echo 0)
-rm -f code
-exit "$code"
+code=$(head -n 1 codes 2>/dev/null)
+sed -i 1d codes 2>/dev/null
+exit "${code:-0}"
 """
-"""In the place of a worker's Python: notes how it was called, and ends once with the code that the test
-chose."""
+"""In the place of a worker's Python: notes how it was called, and ends with the codes that the test chose, then
+with 0."""
 
 
 class Tpus:
@@ -140,7 +142,7 @@ def test_a_queued_resource_is_waited_for_and_asked_for_again(tpus: Tpus) -> None
     """Preempted during the run: given back, asked for again, and the same command starts anew until it is
     done.
     """
-    (tpus.disks[0] / "code").write_text("75")
+    (tpus.disks[0] / "codes").write_text("75\n")
     tpus.state.write_text("PROVISIONING\nACTIVE\nSUSPENDING\nSUSPENDED\n")
     settings = dict(TYPE="v5p-16", RUNTIME="v2-alpha-tpuv5", SLICES=str(len(tpus.names)), OPTIONS="--spot")
     run = tpus.start(QUEUED, "mine", "--config=tiny", SETUP="echo ready >>setup", **settings)
@@ -161,11 +163,48 @@ def test_what_ends_a_queued_resources_run(tpus: Tpus, code: int, asked_again: bo
     """A refusal, a stop that was asked for and a bug end it; after faulty hardware other hosts are asked
     for.
     """
-    (tpus.disks[1] / "code").write_text(str(code))
+    (tpus.disks[1] / "codes").write_text(f"{code}\n")
     tpus.state.write_text("ACTIVE\n")
     run = tpus.start(QUEUED, "mine", "--config=tiny", TYPE="v5p-16", RUNTIME="v2-alpha-tpuv5")
     assert run.end() == (0 if asked_again else code), run.output
     assert len(tpus.asked("create")) == asked_again
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_what_is_away_is_tried_four_times_in_a_row(tpus: Tpus, times: int) -> None:
+    """On the same slices: nothing is given back. Afterwards the code is the user's to see."""
+    (tpus.disks[1] / "codes").write_text("77\n" * times)
+    tpus.state.write_text("ACTIVE\n")
+    run = tpus.start(QUEUED, "mine", "--config=tiny", TYPE="v5p-16", RUNTIME="v2-alpha-tpuv5")
+    assert run.end() == (0 if times == 1 else 77), run.output
+    assert [said.count("--config=tiny") for said in tpus.said()] == [min(times, 4) + 1] * 2
+    assert not tpus.asked("delete")
+
+
+@pytest.mark.parametrize("tpus", [4], indirect=True, ids=["two slices"])
+def test_a_faulty_host_is_told_before_what_is_away(tpus: Tpus) -> None:
+    for disk, code in zip((tpus.disks[0], tpus.disks[2]), (76, 77), strict=True):
+        (disk / "codes").write_text(f"{code}\n")
+    run = tpus.start(POD, "--config=tiny", NAMES=" ".join(tpus.names))
+    assert run.end() == 76, run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tpus", [4], indirect=True, ids=["two slices"])
+@pytest.mark.parametrize("script", [QUEUED, POD], ids=["queued_resource", "pod"])
+def test_a_documented_command_trains(tpus: Tpus, script: Path) -> None:
+    """Word for word, on two slices of 8 chips on 2 hosts."""
+    (command,) = documented(f"launch/tpu/{script.name}")
+    words = shlex.split(command)
+    start = words.index(f"launch/tpu/{script.name}")
+    variables = dict(word.split("=", 1) for word in words[:start])
+    assert variables.get("TYPE", "v5p-16") == "v5p-16", "16 cores are 8 chips"
+    if script == QUEUED:
+        tpus.state.write_text("ACTIVE\n")
+    workdir = tpus.folder / "run"
+    run = tpus.start(script, *words[start + 1 :], *shrunk(4, workdir), python=sys.executable, **variables)
+    assert run.end() == 0, run.output
+    check_trained(workdir, run.output, devices=16)
 
 
 @pytest.mark.slow

@@ -68,18 +68,3 @@ def test_what_is_away_is_tried_for_an_hour_and_is_no_failure() -> None:
 
 def test_the_docs_table_is_the_codes() -> None:
     assert exit_codes.table() in (ROOT / "docs" / "clusters.md").read_text()
-
-
-def test_every_kit_tries_what_is_away_again() -> None:
-    """Wherever a kit names code 75, 77 is beside it."""
-    kits = [
-        ROOT / "launch" / "sky.yaml",
-        ROOT / "launch" / "slurm.sbatch",
-        *(ROOT / "launch/k8s").glob("job*.yaml"),
-    ]
-    assert len(kits) == 6
-    for kit in kits:
-        for line in kit.read_text().splitlines():
-            if "values: [75" in line or "[75," in line or "(75|" in line:
-                assert "77" in line, f"{kit.name}: {line}"
-        assert "77" in kit.read_text(), kit.name
