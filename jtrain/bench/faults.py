@@ -3,18 +3,23 @@
     python -m jtrain.bench faults --trials 40 --seed 0
     python -m jtrain.bench faults --trials 40 --seed 0 --processes 2 --only kill-save,kill-commit
     python -m jtrain.bench faults --trials 3 --seed 7 --config my_config.py --workdir /scratch/faults
+    python -m jtrain.bench faults --hours 8 --seed 0
+    python -m jtrain.bench faults --sequence kill-purge:17,clock-jump:3,sigterm:40
 
 Each trial starts a real training, injects one fault, starts the same command again as a user would, until it
 is done, and compares with an unbroken run of the same config: loss and batch of every step, every array of
 the final state, the checkpoints, the processes that stayed. Trial i has the seed S + i: its printed command
-repeats it alone. Exit code 1 if anything was lost. Without --config the model is small and runs on emulated
-CPU devices; docs/faults.md lists the kinds.
+repeats it alone. With --hours, each trial is a drawn sequence of faults in one workdir; one that fails is
+shortened to the fewest faults that fail, and printed as a command. Exit code 1 if anything was lost. Without
+--config the model is small and runs on emulated CPU devices; docs/faults.md lists the kinds.
 """
 
 import glob
+import itertools
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +33,11 @@ MUST_MEET = True
 
 
 OPTIONS = (
-    option("--trials", type=int, default=20, help="faults to inject (default: %(default)s)"),
+    option(
+        "--trials", type=int, metavar="N", help="faults, or sequences of --hours, to inject (default: 20)"
+    ),
+    option("--hours", type=float, metavar="H", help="sequences of faults, until the time is over"),
+    option("--sequence", metavar="KIND:NUMBER,...", help="this sequence of faults alone"),
     option("--seed", type=int, default=0, help="of the first trial (default: %(default)s)"),
     option("--processes", type=int, default=1, choices=(1, 2, 4), help="of one training, on this machine"),
     option("--only", metavar="KIND,...", help="these kinds of faults; `list` lists them"),
@@ -39,19 +48,29 @@ OPTIONS = (
 
 def run(args: Options) -> Iterator[Row]:
     """Runs the trials one after another; prints a line for each, then a table; yields rows for `--json`."""
-    from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
+    from jtrain.bench.fault_trials import processes, recipe, sequences, table  # lazy: they import jax
     from jtrain.bench.fault_trials.kinds import register_all
     from jtrain.bench.fault_trials.lab import FaultLab
-    from jtrain.bench.fault_trials.trial import FaultResult, Trial
+    from jtrain.bench.fault_trials.trial import FaultResult, inject_and_compare
     from jtrain.runtime.platform import ACCELERATOR_FILES
 
     kinds = register_all()
     if args.only == "list":
         print("\n".join(f"{name:18} {kind.description}" for name, kind in kinds.items()))
         return
-    if args.trials < 1:
-        raise UserError(f"--trials {args.trials} must be at least 1.")
-    names = choose_kinds(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
+    for option_name in ("trials", "hours"):
+        value = getattr(args, option_name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{option_name} {value} must be above 0.")
+    in_sequences = args.hours is not None or args.sequence is not None
+    counts = {name: kind.processes for name, kind in kinds.items() if kind.chains or not in_sequences}
+    names = choose_kinds(args.only, counts, args.processes)
+    if args.sequence is not None:
+        drawn = iter([sequences.parse(args.sequence, names)])
+    elif args.hours is not None:
+        drawn = sequences.draw(names, args.seed)
+    else:
+        drawn = None
     folder = make_folder(args.workdir)
     # Looked up by device files: asking JAX would start its backend, and forks could not use it.
     accelerator = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
@@ -65,15 +84,18 @@ def run(args: Options) -> Iterator[Row]:
         lab = FaultLab(folder, recipe_of_run)
         unbroken = lab.reference(recipe_of_run)
         print(f"unbroken: {recipe_of_run.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
-        for seed, name in draw_trials(names, args.trials, args.seed):
-            kind = kinds[name]
-            # Checked per trial, because a machine may be unable to do a kind (no root, no mount).
-            reason = kind.needs()
-            if reason is None:
-                results.append(Trial(kind, lab, folder / f"{name}-{seed}", seed).run())
-            else:
-                results.append(FaultResult(name, seed, args.processes, skipped=reason))
-            print(table.line(results[-1], of_config=args.config), flush=True)
+        if drawn is None:
+            trials = draw_trials(names, 20 if args.trials is None else args.trials, args.seed)
+            for seed, name in trials:
+                results.append(inject_and_compare(kinds[name], lab, f"{name}-{seed}", seed))
+                print(table.line(results[-1], of_config=args.config), flush=True)
+        else:
+            end_s = None if args.hours is None else time.monotonic() + 3600 * args.hours
+            for number, sequence in enumerate(itertools.islice(drawn, args.trials)):
+                if end_s is not None and time.monotonic() > end_s:
+                    break
+                results.append(sequences.try_and_shorten(sequence, number, lab, kinds))
+                print(table.line(results[-1], of_config=args.config), flush=True)
     finally:
         # Also after Ctrl-C: no training may outlive the benchmark.
         processes.end_descendants()

@@ -11,8 +11,8 @@ from jtrain.bench.fault_trials.recipe import EVERY_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.checkpoint import files
 
-# The half-done run has two checkpoints.
-NEWEST = 2 * EVERY_STEPS
+LEAVES = r"^checkpoints/N\.(damaged|doubtful)"
+"""A damaged checkpoint is set aside, for whoever wants to know what happened to it."""
 
 
 def _truncate(file: Path, trial: Trial) -> None:
@@ -56,10 +56,14 @@ def _damages(damage_name: str) -> None:
         f"damage-{damage_name}",
         f"a file of the newest checkpoint is {damage_name}; its type is drawn",
         lost_steps=EVERY_STEPS,
+        leaves=LEAVES,
+        chains=True,
     )
     def damage(trial: Trial) -> None:
-        trial.from_half()
-        files_by_type = file_types(trial.workdir.checkpoints / str(NEWEST))
+        newest = _newest_of_several(trial)
+        if newest is None:
+            return
+        files_by_type = file_types(newest)
         # The type is drawn before the file, as most files are array data.
         file_type = trial.rng.choice(sorted(files_by_type))
         file = trial.rng.choice(files_by_type[file_type])
@@ -71,17 +75,30 @@ for _damage_name in DAMAGES:
     _damages(_damage_name)
 
 
-@fault("no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS)
+@fault(
+    "no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS, leaves=LEAVES, chains=True
+)
 def no_manifest(trial: Trial) -> None:
     """A run that falls back has to say so."""
+    newest = _newest_of_several(trial)
+    if newest is not None:
+        (newest / files.MANIFEST).unlink()
+
+
+def _newest_of_several(trial: Trial) -> Path | None:
+    """Returns the newest checkpoint; None if there is no older one that the run could go on from."""
     trial.from_half()
-    (trial.workdir.checkpoints / str(NEWEST) / files.MANIFEST).unlink()
+    committed_steps = trial.workdir.committed()
+    if len(committed_steps) < 2:
+        trial.result.notes.append(f"nothing damaged: the checkpoints are {committed_steps}")
+        return None
+    return trial.workdir.checkpoints / str(committed_steps[-1])
 
 
 def _bring_back(trial: Trial) -> None:
     shutil.rmtree(trial.workdir.checkpoints, ignore_errors=True)
     # From the untouched copy that all trials share.
-    shutil.copytree(trial.lab.half() / "checkpoints", trial.workdir.checkpoints)
+    shutil.copytree(trial.lab.half(trial.recipe) / "checkpoints", trial.workdir.checkpoints)
 
 
 LOST = dict(refused=r"(?s)checkpoints.*--from-scratch", must_refuse=True, mend=_bring_back)
@@ -102,12 +119,17 @@ def no_checkpoints(trial: Trial) -> None:
     shutil.rmtree(trial.workdir.checkpoints)
 
 
-@fault("renumbered", "a checkpoint was copied to the number of a later step", lost_steps=EVERY_STEPS)
+@fault(
+    "renumbered",
+    "a checkpoint was copied to the number of a later step",
+    lost_steps=EVERY_STEPS,
+    leaves=LEAVES,
+)
 def renumbered(trial: Trial) -> None:
     """Manifest of another step than the folder's name."""
     trial.from_half()
     # Step 12 would be the third checkpoint, which the half-done run has not reached.
-    shutil.copytree(trial.workdir.checkpoints / str(NEWEST), trial.workdir.checkpoints / "12")
+    shutil.copytree(trial.workdir.checkpoints / str(2 * EVERY_STEPS), trial.workdir.checkpoints / "12")
 
 
 @fault(

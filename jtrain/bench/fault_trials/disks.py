@@ -5,8 +5,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jtrain.bench.fault_trials.kinds import fault
 from jtrain.bench.fault_trials.processes import TrialAttempt
@@ -48,9 +49,17 @@ def cannot_mount() -> str | None:
 
 
 def _small_disk(trial: Trial) -> None:
-    """Mounts a disk of its own as the workdir of the trial."""
+    """Mounts a disk of its own as the workdir of the trial, with what is there already."""
+    if os.path.ismount(trial.workdir.path):  # by an earlier fault of a sequence
+        return
+    aside = trial.folder / "before-the-mount"
+    if trial.workdir.path.exists():
+        trial.workdir.path.rename(aside)
     trial.workdir.path.mkdir()
     trial.cleanups.enter_context(_mounted(trial.workdir.path))
+    if aside.exists():
+        shutil.copytree(aside, trial.workdir.path, symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(aside)
 
 
 def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
@@ -58,7 +67,7 @@ def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
     _small_disk(trial)
     attempt = trial.start()
     # Early enough that further saves come after it.
-    fill_step = trial.rng.randint(1, NUM_STEPS - 8)
+    fill_step = trial.draw_step(8)
     attempt.until(lambda: trial.workdir.last_step() >= fill_step)
     _fill(trial.workdir.path)
     return attempt
@@ -93,6 +102,7 @@ def _free(folder: Path) -> None:
     needs=cannot_mount,
     lines_lost=True,
     processes=(1, 2),
+    chains=True,
 )
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
@@ -108,17 +118,39 @@ def disk_full_briefly(trial: Trial) -> None:
     needs=cannot_mount,
     lines_lost=True,
     processes=(1, 2),
+    chains=True,
 )
 def disk_full_save(trial: Trial) -> None:
     """The save is tried again, or the next one takes its place."""
     _small_disk(trial)
     attempt = trial.start()
     attempt.until(trial.workdir.saving)
+    _fill_while(trial, attempt, trial.workdir.saving)
+    _ends_well(trial, attempt, "during one save")
+
+
+@fault(
+    "disk-full-purge",
+    "the disk is full while an old checkpoint is being deleted",
+    needs=cannot_mount,
+    lines_lost=True,
+    processes=(1, 2),
+    chains=True,
+)
+def disk_full_purge(trial: Trial) -> None:
+    """The deletion makes room by itself, and the training goes on."""
+    _small_disk(trial)
+    attempt = trial.start()
+    attempt.until(trial.workdir.deleting)
+    _fill_while(trial, attempt, trial.workdir.deleting)
+    _ends_well(trial, attempt, "during a deletion")
+
+
+def _fill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any]) -> None:
+    """Fills the disk until `condition` has ended, in either way."""
     committed_steps = trial.workdir.committed()
     _fill(trial.workdir.path)
-    # Until this save has ended, in either way.
-    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != committed_steps)
-    _ends_well(trial, attempt, "during one save")
+    attempt.until(lambda: not condition() or trial.workdir.committed() != committed_steps)
 
 
 @fault(
@@ -128,6 +160,7 @@ def disk_full_save(trial: Trial) -> None:
     lines_lost=True,
     lost_steps=NUM_STEPS,
     processes=(1, 2),
+    chains=True,
 )
 def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
@@ -135,6 +168,11 @@ def disk_full(trial: Trial) -> None:
     attempt.wait()
     trial.record_end(attempt)
     text = attempt.text()
+    if set(attempt.codes.values()) == {DONE} and trial.part:
+        # Before it, a sequence had come so far that no save was due before the end.
+        trial.result.notes.append("the run ended before a save could fail")
+        _free(trial.workdir.path)
+        return
     # A message for the user, not a traceback, and with the path of the full disk.
     if set(attempt.codes.values()) != {AWAY} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(

@@ -38,7 +38,7 @@ def _kill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any
     trial.kill(attempt)
 
 
-@fault("kill-startup", "while Python imports, processes join and the config is read")
+@fault("kill-startup", "while Python imports, processes join and the config is read", chains=True)
 def kill_startup(trial: Trial) -> None:
     """At a random time before the run has described itself in run.json."""
     # A real start, since the imports are what the kill should hit.
@@ -47,30 +47,32 @@ def kill_startup(trial: Trial) -> None:
     trial.kill(attempt)
 
 
-@fault("kill-compile", "between the plan and the first step: the state is made, the step compiled")
+@fault(
+    "kill-compile", "between the plan and the first step: the state is made, the step compiled", chains=True
+)
 def kill_compile(trial: Trial) -> None:
     """At a random time between run.json and the first logged step."""
-    attempt = trial.start()
+    attempt, first_step = trial.start(), trial.workdir.last_step()
     # run.json is written once the plan is made.
     attempt.until((trial.workdir.path / "run.json").exists)
     window_s = trial.reference.first_step_s - trial.reference.described_s
     late = _passed(trial.rng.uniform(0, window_s))
-    attempt.until(lambda: late() or trial.workdir.last_step())
+    attempt.until(lambda: late() or trial.workdir.last_step() > first_step)
     trial.kill(attempt)
 
 
-@fault("kill-step", "in the middle of any step")
+@fault("kill-step", "in the middle of any step", chains=True)
 def kill_step(trial: Trial) -> None:
     """Up to one step's time after a drawn step was logged."""
     attempt = trial.start()
-    kill_step_number = trial.rng.randint(1, NUM_STEPS - 1)
+    kill_step_number = trial.draw_step(1)
     attempt.until(lambda: trial.workdir.last_step() >= kill_step_number)
     # Up to 50 ms, so that the kill falls into the next step or one soon after it.
     attempt.until(_passed(trial.rng.uniform(0, 0.05)))
     trial.kill(attempt)
 
 
-@fault("kill-save", "while a checkpoint is being written")
+@fault("kill-save", "while a checkpoint is being written", chains=True)
 def kill_save(trial: Trial) -> None:
     """While a folder of an uncommitted checkpoint exists; which save, and how far into it, is drawn."""
     attempt = _started_before_a_save(trial)
@@ -79,20 +81,20 @@ def kill_save(trial: Trial) -> None:
     _kill_while(trial, attempt, trial.workdir.saving, "during a save")
 
 
-@fault("kill-commit", "between the last written byte of a checkpoint and its commit")
+@fault("kill-commit", "between the last written byte of a checkpoint and its commit", chains=True)
 def kill_commit(trial: Trial) -> None:
     """While a checkpoint has its manifest, but not its name."""
     attempt = _started_before_a_save(trial)
     _kill_while(trial, attempt, trial.workdir.sealed, "between write and commit")
 
 
-@fault("kill-purge", "while an old checkpoint is being deleted")
+@fault("kill-purge", "while an old checkpoint is being deleted", chains=True)
 def kill_purge(trial: Trial) -> None:
     """While a folder of a deletion exists: keep_last=2 makes the third and fourth save delete one."""
     _kill_while(trial, trial.start(), trial.workdir.deleting, "during a deletion")
 
 
-@fault("kill-restore", "while a checkpoint is being read")
+@fault("kill-restore", "while a checkpoint is being read", chains=True)
 def kill_restore(trial: Trial) -> None:
     """While any process has a file of a checkpoint open."""
     trial.from_half()
@@ -107,7 +109,7 @@ def kill_restore(trial: Trial) -> None:
     _kill_while(trial, attempt, lambda: reading() or trial.workdir.last_step() > 0, "during a restore")
 
 
-@fault("kill-end", "after the last step: the last save, the end of the threads, the exit")
+@fault("kill-end", "after the last step: the last save, the end of the threads, the exit", chains=True)
 def kill_end(trial: Trial) -> None:
     """At a random time between the last logged step and the exit."""
     attempt = trial.start()
@@ -117,7 +119,7 @@ def kill_end(trial: Trial) -> None:
     trial.kill(attempt)
 
 
-@fault("kill-again", "three times in a row, at any time, the restarts included")
+@fault("kill-again", "three times in a row, at any time, the restarts included", chains=True)
 def kill_again(trial: Trial) -> None:
     """Each attempt is killed before its first step, or after a drawn number of further ones."""
     for _ in range(3):
@@ -134,11 +136,15 @@ def kill_again(trial: Trial) -> None:
         trial.kill(attempt)
 
 
-@fault("kill-loader", "a process of the data plane: a Source Loader, the Data Constructor, their forkserver")
+@fault(
+    "kill-loader",
+    "a process of the data plane: a Source Loader, the Data Constructor, their forkserver",
+    chains=True,
+)
 def kill_loader(trial: Trial) -> None:
     """The training goes on by itself, or ends and is started again."""
     attempt = trial.start()
-    kill_step_number = trial.rng.randint(1, NUM_STEPS - 4)
+    kill_step_number = trial.draw_step(4)
     attempt.until(lambda: trial.workdir.last_step() >= kill_step_number)
     trainers = set(attempt.pids)
     # Below the training: loaders, the constructor and their forkserver.

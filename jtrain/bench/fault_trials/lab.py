@@ -14,6 +14,7 @@ from jtrain.runtime.exit_codes import DONE
 class Reference:
     """Unbroken run, and times of its start for the faults that come at a random one.
 
+    entries: names of the files and folders that it leaves, as of `Workdir.entries`.
     described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a
       user starts it.
     """
@@ -21,6 +22,7 @@ class Reference:
     steps: tuple[LoggedStep, ...]
     digests: dict[str, str]
     committed: tuple[int, ...]
+    entries: frozenset[str]
     described_s: float
     first_step_s: float
     end_s: float
@@ -36,7 +38,7 @@ class FaultLab:
         self.folder = folder
         self.recipe = recipe
         self._references: dict[tuple[RunRecipe, tuple[str, ...]], Reference] = {}
-        self._half: Path | None = None
+        self._halves: dict[RunRecipe, Path] = {}
 
     def reference(self, recipe: RunRecipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
         """Runs the training unbroken, as a user starts it; once for each recipe and module.
@@ -67,31 +69,30 @@ class FaultLab:
             raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
         steps, committed = tuple(workdir.logged()), workdir.committed()
         digests = workdir.digests(committed[-1], folder / "digests.log")
-        return Reference(steps, digests, committed, described_s, first_step_s, end_s)
+        entries = workdir.entries()
+        return Reference(steps, digests, committed, entries, described_s, first_step_s, end_s)
 
-    def half(self) -> Path:
+    def half(self, recipe: RunRecipe) -> Path:
         """Returns the workdir of a run that was killed between its second save and its third.
 
         Raises:
           RuntimeError: no kill met such an instant.
         """
-        if self._half is not None:
-            return self._half
+        if recipe in self._halves:
+            return self._halves[recipe]
         # The instant is short, so a kill may miss it; each try has a folder of its own.
         for number in range(20):
-            folder = self.folder / f"half{number}"
+            folder = self.folder / f"half{len(self._halves)}.{number}"
             workdir = Workdir(folder / "workdir")
-            attempt = self.recipe.start([workdir.path], folder)
+            attempt = recipe.start([workdir.path], folder)
             attempt.until(lambda workdir=workdir: _twice_saved(workdir))
             attempt.kill()
             attempt.strays()
             # Checked after the kill, when nothing changes any more.
             if _twice_saved(workdir) and not workdir.saving():
-                self._half = workdir.path
+                self._halves[recipe] = workdir.path
                 return workdir.path
-        raise RuntimeError(
-            f"{self.recipe.command(self.folder)} was never between its second save and its third"
-        )
+        raise RuntimeError(f"{recipe.command(self.folder)} was never between its second save and its third")
 
 
 def _twice_saved(workdir: Workdir) -> bool:

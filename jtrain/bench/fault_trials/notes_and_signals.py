@@ -6,7 +6,6 @@ import shutil
 import signal
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED, STOPPED
 from jtrain.telemetry import metrics
@@ -15,7 +14,7 @@ from jtrain.telemetry import metrics
 GARBAGE = b'{"step": 7, "loss_nats": \xff\x00 not JSON\n'
 
 
-@fault("bad-metrics", "a line of metrics.jsonl is garbage", says="metrics.jsonl")
+@fault("bad-metrics", "a line of metrics.jsonl is garbage", says="metrics.jsonl", chains=True)
 def bad_metrics(trial: Trial) -> None:
     """A line in the middle of the file."""
     trial.from_half()
@@ -25,7 +24,7 @@ def bad_metrics(trial: Trial) -> None:
     file.write_bytes(b"".join(lines))
 
 
-@fault("bad-ledger", "goodput.json and its lines are garbage")
+@fault("bad-ledger", "goodput.json and its lines are garbage", chains=True)
 def bad_ledger(trial: Trial) -> None:
     """All files of the ledger of wall time."""
     trial.from_half()
@@ -36,7 +35,7 @@ def bad_ledger(trial: Trial) -> None:
 
 def _signalled(trial: Trial, number: signal.Signals) -> None:
     attempt = trial.start()
-    signal_step = trial.rng.randint(1, NUM_STEPS - 4)
+    signal_step = trial.draw_step(4)
     attempt.until(lambda: trial.workdir.last_step() >= signal_step)
     # A closed terminal signals the whole group; a scheduler may reach any subset.
     attempt.send(number, None if number == signal.SIGHUP else trial.victims())
@@ -56,13 +55,18 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
         )
 
 
-@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75", may_keep_others=True)
+@fault(
+    "sigterm",
+    "SIGTERM to any subset of the processes: all save and exit with 75",
+    may_keep_others=True,
+    chains=True,
+)
 def sigterm(trial: Trial) -> None:
     """SIGTERM is what schedulers send before they kill."""
     _signalled(trial, signal.SIGTERM)
 
 
-@fault("sighup", "SIGHUP to all processes: the terminal is closed", may_keep_others=True)
+@fault("sighup", "SIGHUP to all processes: the terminal is closed", may_keep_others=True, chains=True)
 def sighup(trial: Trial) -> None:
     """All save and exit with 75, or go on to the end."""
     _signalled(trial, signal.SIGHUP)
@@ -95,7 +99,7 @@ def closed_pipe(trial: Trial) -> None:
         trial.wrong(f"the run ended with {attempt.codes} when nobody read its output")
 
 
-@fault("two-runs", "the same command is started while the run goes on")
+@fault("two-runs", "the same command is started while the run goes on", chains=True)
 def two_runs(trial: Trial) -> None:
     """The second is refused and names the first, which goes on."""
     first = trial.start()
@@ -103,6 +107,10 @@ def two_runs(trial: Trial) -> None:
     second = trial.start()
     second.wait()
     text = second.text()
+    if not first.running():
+        trial.result.notes.append("the first run ended before the second could be refused")
+        trial.record_end(first)
+        return
     # The message names the process that holds the workdir, so that the user can look at it.
     if set(second.codes.values()) != {REFUSED} or str(first.pids[0]) not in text:
         trial.wrong(

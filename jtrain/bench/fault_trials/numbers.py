@@ -55,12 +55,11 @@ def nan_weight(trial: Trial) -> None:
     "a weight becomes 1e4 between two steps",
     says=NAMES_HARDWARE,
     lost_steps=LONG,
+    sets=(f"num_steps={LONG}",),
     **EACH,
 )
 def large_weight(trial: Trial) -> None:
     """A loss far above the recent ones is found in the same way."""
-    trial.recipe = trial.recipe.changed(f"num_steps={LONG}")
-    trial.reference = trial.lab.reference(trial.recipe)
     # After the 64 steps that the guard needs, and early enough for steps after it.
     step = trial.rng.randint(70, LONG - 16)
     _planted(trial, Plant("large", step, seed=trial.rng.randrange(1000), marker=_marker(trial)))

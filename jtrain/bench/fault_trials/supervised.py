@@ -7,7 +7,6 @@ from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
 from jtrain.bench.fault_trials.processes import TrialAttempt
-from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.bench.fault_trials.workdir import resumed_from
 from jtrain.runtime.exit_codes import DONE
@@ -44,11 +43,16 @@ def _alive(pid: int) -> bool:
 def _hit(trial: Trial, number: signal.Signals) -> None:
     """Sends a signal to drawn processes after a drawn step; notes when they are named and replaced."""
     attempt = trial.start(supervised=True)
-    hit_step_number = trial.rng.randint(1, NUM_STEPS - 4)
+    hit_step_number = trial.draw_step(4)
     attempt.until(lambda: trial.workdir.last_step() >= hit_step_number)
     processes_before = training_processes(attempt.pids[0])
     # A process that has just ended cannot be hit.
     victims = [index for index in trial.victims() if index in processes_before]
+    if not victims:
+        trial.result.notes.append(f"the run ended before {number.name}")
+        attempt.wait()
+        trial.record_end(attempt)
+        return
     for index in victims:
         os.kill(processes_before[index], number)
     hit_s, hit_step = time.monotonic(), trial.workdir.last_step()
@@ -93,13 +97,35 @@ def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
         trial.wrong(f"the supervisor ended with {attempt.codes}")
 
 
-@fault("supervise-kill", "any process is killed while `--supervise` watches")
+@fault("supervise-kill", "any process is killed while `--supervise` watches", chains=True)
 def supervise_kill(trial: Trial) -> None:
     """The supervisor names it, ends the others and starts the run again."""
     _hit(trial, signal.SIGKILL)
 
 
-@fault("supervise-stop", "any process is stopped (SIGSTOP) while `--supervise` watches")
+@fault("supervise-stop", "any process is stopped (SIGSTOP) while `--supervise` watches", chains=True)
 def supervise_stop(trial: Trial) -> None:
     """A process that hangs is named, all are ended, and the run is started again."""
     _hit(trial, signal.SIGSTOP)
+
+
+@fault(
+    "dead-supervisor",
+    "a process is stopped (SIGSTOP), and its supervisor killed",
+    may_keep_others=True,
+    chains=True,
+)
+def dead_supervisor(trial: Trial) -> None:
+    """The kernel continues what was stopped; the processes save and end, and nothing stays."""
+    attempt = trial.start(supervised=True)
+    stop_step = trial.draw_step(4)
+    attempt.until(lambda: trial.workdir.last_step() >= stop_step)
+    pids = training_processes(attempt.pids[0])
+    victims = [index for index in trial.victims() if index in pids]
+    for index in victims:
+        os.kill(pids[index], signal.SIGSTOP)
+    attempt.kill()
+    trial.result.notes.append(f"stopped processes {victims} of {sorted(pids)}, killed the supervisor")
+    trial.record_end(attempt)
+    if pids and "The supervisor is gone" not in attempt.text():
+        trial.wrong("processes whose supervisor was killed did not say so")

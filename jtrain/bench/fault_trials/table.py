@@ -1,5 +1,7 @@
 """Report of the trials: a line each, a table by kind, each failure with the command that repeats it, rows."""
 
+import collections
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jtrain.bench import Row, row
@@ -31,6 +33,11 @@ def line(result: FaultResult, *, of_config: str | None) -> str:
 def command(result: FaultResult, *, of_config: str | None) -> str:
     """The command that repeats one trial."""
     config = f" --config {of_config}" if of_config else ""
+    if ":" in result.kind:
+        sequence = result.shortest or result.kind
+        return (
+            f"python -m jtrain.bench faults --sequence {sequence} --processes {result.num_processes}{config}"
+        )
     return (
         f"python -m jtrain.bench faults --trials 1 --seed {result.seed} --only {result.kind} "
         f"--processes {result.num_processes}{config}"
@@ -38,10 +45,10 @@ def command(result: FaultResult, *, of_config: str | None) -> str:
 
 
 def by_kind(results: Sequence[FaultResult]) -> dict[str, list[FaultResult]]:
-    """Kind -> its results."""
+    """Kind, or number of faults of a sequence -> its results."""
     results_by_kind: dict[str, list[FaultResult]] = {}
     for result in results:
-        results_by_kind.setdefault(result.kind, []).append(result)
+        results_by_kind.setdefault(result.group, []).append(result)
     return results_by_kind
 
 
@@ -62,8 +69,8 @@ def lines(
     )
     table = Table("trials", words("kind") + numbers(*heads))
     # In the order of the list of kinds, not in that of the trials.
-    for name in (name for name in kinds if name in by_kind(results)):
-        results_of_kind = by_kind(results)[name]
+    order = [*kinds, *sorted(by_kind(results))]
+    for name, results_of_kind in sorted(by_kind(results).items(), key=lambda item: order.index(item[0])):
         injected = [result for result in results_of_kind if result.skipped is None]
         ok = [result for result in injected if not result.wrong]
         # Only trials with a next attempt have a time until its first step.
@@ -87,6 +94,11 @@ def lines(
     for result in results:
         if result.wrong:
             yield line(result, of_config=of_config)
+    faults = collections.Counter(re.findall(r"([a-z-]+):\d", ",".join(result.kind for result in results)))
+    if faults:
+        yield "faults of the sequences: " + ", ".join(
+            f"{name} {count}" for name, count in faults.most_common()
+        )
     # A run of skipped trials alone must not read as a success.
     if not any(result.skipped is None for result in results):
         yield "no fault was injected"

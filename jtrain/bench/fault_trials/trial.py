@@ -12,7 +12,7 @@ from typing import Any
 
 from jtrain.bench.fault_trials.lab import FaultLab
 from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants
-from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, NUM_STEPS
 from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
 from jtrain.runtime.exit_codes import AWAY, DONE, FAULTY_HARDWARE, REFUSED, STOPPED
 
@@ -44,7 +44,12 @@ class FaultKind:
     lost_steps: steps beyond one interval that the fault may take.
     may_keep_others: True if older checkpoints may stay and others be of a later step: none is deleted while
       numbers are in doubt, a save waits for good ones, and a run that is stopped saves at that step.
+    leaves: regular expression of the names (`Workdir.entries`) that the fault may leave and an unbroken run
+      does not.
     needs: returns why this machine cannot do it, None if it can.
+    sets: `--set` texts that the training needs beside those of the recipe.
+    chains: True if it can follow other faults in the same workdir, as in `--hours`.
+    parts: kinds that follow each other in this one, a sequence; empty for a single kind.
     """
 
     name: str
@@ -58,7 +63,11 @@ class FaultKind:
     lines_lost: bool = False
     lost_steps: int = 0
     may_keep_others: bool = False
+    leaves: str | None = None
     needs: Callable[[], str | None] = lambda: None
+    sets: tuple[str, ...] = ()
+    chains: bool = False
+    parts: tuple["FaultKind", ...] = ()
 
 
 @dataclasses.dataclass
@@ -69,6 +78,7 @@ class FaultResult:
     lost_steps: steps that were done again.
     recoveries: attempts that went on from a checkpoint.
     refused: True if the run refused to start before step 1.
+    shortest: of a sequence that failed, the shortest part that fails, as after `--sequence`.
     times_s: name -> seconds, such as `again`: from the start of the next attempt to its first new step.
     """
 
@@ -80,10 +90,42 @@ class FaultResult:
     recoveries: int = 0
     refused: bool = False
     skipped: str | None = None
+    shortest: str | None = None
     seconds: float = 0.0
     times_s: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     failed_folder: Path | None = None
+
+    @property
+    def group(self) -> str:
+        """Row of the table: the kind, or the number of faults of a sequence."""
+        return f"sequences of {self.kind.count(':')}" if ":" in self.kind else self.kind
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBefore:
+    """Workdir as a start finds it.
+
+    part: kind of a sequence that starts it.
+    due_step: newest step up to `logged_step` whose save may have begun: a save under way delays others.
+    newest: highest step that any folder is named after.
+    """
+
+    part: int
+    logged_step: int
+    committed: int
+    due_step: int
+    newest: int
+
+    @classmethod
+    def of(cls, workdir: Workdir, part: int) -> "StateBefore":
+        logged_step = workdir.last_step()
+        under_way = [
+            int(path.name.partition(".")[0]) for path in workdir.saving() if path.name[:1].isdecimal()
+        ]
+        due_step = min([logged_step // EVERY_STEPS * EVERY_STEPS, *under_way])
+        committed = max(workdir.committed(), default=0)
+        return cls(part, logged_step, committed, due_step, workdir.newest_folder())
 
 
 class Trial:
@@ -94,13 +136,15 @@ class Trial:
     recipe, module: what `start` starts; a kind may change them, and the reference, before its first attempt.
     compared: first words of the names of the arrays whose final values are compared.
     cleanups: called at the end of the trial.
+    span: steps from the last logged one within which a fault is drawn: a sequence leaves some for the next.
+    part: index of the kind of a sequence that is being injected.
     """
 
     def __init__(self, kind: FaultKind, lab: FaultLab, folder: Path, seed: int) -> None:
         self.kind = kind
         self.lab = lab
-        self.recipe = lab.recipe
-        self.reference = lab.reference(lab.recipe)
+        self.recipe = lab.recipe.changed(*kind.sets)
+        self.reference = lab.reference(self.recipe)
         self.folder = folder
         # Kind and seed give the same trial again, whatever ran before it.
         self.rng = random.Random(f"{kind.name} {seed}")
@@ -110,11 +154,23 @@ class Trial:
         self.compared: tuple[str, ...] = ("",)
         self.cleanups = contextlib.ExitStack()
         self.output = ""
+        self.span = NUM_STEPS
+        self.part = 0
         self.attempts: list[TrialAttempt] = []
+        self._before: dict[TrialAttempt, StateBefore] = {}
+        # Kinds from this one on may have cost the next start more than an interval.
+        self._unpaid_part = 0
 
     def from_half(self) -> None:
-        """Gives the trial a workdir whose run was killed after two checkpoints."""
-        shutil.copytree(self.lab.half(), self.workdir.path, symlinks=True, dirs_exist_ok=True)
+        """Gives the trial a workdir whose run was killed after two checkpoints, unless a sequence has made one."""
+        if not self.workdir.logged():
+            half = self.lab.half(self.recipe)
+            shutil.copytree(half, self.workdir.path, symlinks=True, dirs_exist_ok=True)
+
+    def draw_step(self, margin: int) -> int:
+        """Draws a step that is not logged yet, at least `margin` before the last one where that is possible."""
+        first = self.workdir.last_step() + 1
+        return self.rng.randint(first, max(first, min(NUM_STEPS - margin, first + self.span)))
 
     def start(self, *extra_arguments: str, workdirs: Sequence[Path] = (), **options: Any) -> TrialAttempt:
         """Starts the training; see `RunRecipe.start`."""
@@ -122,8 +178,11 @@ class Trial:
         # Generous, since an attempt that is merely slow must not count as a hang.
         options.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
         logs = self.folder / f"attempt{len(self.attempts)}"
+        # Taken before the start, which changes all of them.
+        before = StateBefore.of(self.workdir, self.part)
         attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *extra_arguments, **options)
         self.attempts.append(attempt)
+        self._before[attempt] = before
         return attempt
 
     def victims(self) -> list[int]:
@@ -154,6 +213,7 @@ class Trial:
             # A killed attempt may end in any way; others only with codes that mean something.
             if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE, AWAY):
                 self.wrong(f"process {index} ended with {code}: {_last_lines(attempt.logs[index])}")
+        self._check_resumed(attempt, text)
 
     def wrong(self, text: str) -> None:
         """Notes something wrong."""
@@ -184,9 +244,6 @@ class Trial:
 
     def again(self, *extra_arguments: str) -> TrialAttempt:
         """Starts the same command once more, waits for its end, and counts what it did again."""
-        # Taken before the start, which changes all of them.
-        logged_step, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
-        due_step, newest = self._due(logged_step), self.workdir.newest_folder()
         attempt = self.start(*extra_arguments)
         first_step_s: list[float] = []
 
@@ -200,42 +257,49 @@ class Trial:
             self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), first_step_s[0])
         attempt.wait()
         self.record_end(attempt)
-        if first_step_s:
-            resumed = self.count_lost(attempt.text(), logged_step)
-            # A save every EVERY_STEPS, and one more interval for a save that was under way.
-            if resumed < due_step - EVERY_STEPS - self.kind.lost_steps:
-                self.wrong(f"more than one interval lost: at step {logged_step}, resumed from step {resumed}")
-            if resumed < newest and not re.search(
-                # A newer folder that was passed over must be named in the output.
-                rf"checkpoints/{newest}\b|step {newest}\b(?!/)",
-                attempt.text(),
-            ):
-                self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
-            # A whole checkpoint that is not used is lost work.
-            if resumed < committed and not self.kind.lost_steps:
-                self.wrong(
-                    f"resumed from step {resumed}, although the checkpoint of step {committed} is whole"
-                )
-            # A step without a checkpoint cannot be resumed from: the state would be of another step.
-            if resumed > committed:
-                self.wrong(
-                    f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}"
-                )
         return attempt
 
-    def count_lost(self, text: str, logged_step: int) -> int:
-        """Notes a start that went on and the steps up to `logged_step` done again; returns its step."""
-        resumed = resumed_from(text) or 0
+    def _check_resumed(self, attempt: TrialAttempt, text: str) -> None:
+        """Checks where a start went on, if it came to a first new step; a supervised one: its first attempt."""
+        before = self._before[attempt]
+        first_resumed = re.search(r"resumed from step (\d+)", text)
+        resumed = int(first_resumed[1]) if first_resumed else 0
+        if f"step {resumed + 1}/" not in text:
+            return
+        if attempt is not self.attempts[0]:
+            self._note_lost(resumed, before.logged_step)
+        # A save every EVERY_STEPS, and one more interval for a save that was under way.
+        parts = self.kind.parts or (self.kind,)
+        lost_steps = sum(part.lost_steps for part in parts[self._unpaid_part : before.part + 1])
+        self._unpaid_part = before.part
+        if resumed < before.due_step - EVERY_STEPS - lost_steps:
+            self.wrong(
+                f"more than one interval lost: at step {before.logged_step}, resumed from step {resumed}"
+            )
+        if resumed < before.newest and not re.search(
+            # A newer folder that was passed over must be named in the output.
+            rf"checkpoints/{before.newest}\b|step {before.newest}\b(?!/)",
+            text,
+        ):
+            self.wrong(f"resumed from step {resumed} without a word on checkpoints/{before.newest}")
+        # A whole checkpoint that is not used is lost work.
+        if resumed < before.committed and not lost_steps:
+            self.wrong(
+                f"resumed from step {resumed}, although the checkpoint of step {before.committed} is whole"
+            )
+        # A step without a checkpoint cannot be resumed from: the state would be of another step.
+        if resumed > before.committed:
+            self.wrong(
+                f"resumed from step {resumed}, but the newest checkpoint was that of step {before.committed}"
+            )
+
+    def count_lost(self, text: str, logged_step: int) -> None:
+        """Notes a start that went on and the steps up to `logged_step` done again."""
+        self._note_lost(resumed_from(text) or 0, logged_step)
+
+    def _note_lost(self, resumed: int, logged_step: int) -> None:
         self.result.recoveries += 1
         self.result.lost_steps = max(self.result.lost_steps, logged_step - resumed)
-        return resumed
-
-    def _due(self, logged_step: int) -> int:
-        """Newest step up to `logged_step` whose save may have begun: a save under way delays others."""
-        under_way = [
-            int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()
-        ]
-        return min([logged_step // EVERY_STEPS * EVERY_STEPS, *under_way])
 
     def _finish(self) -> None:
         for _ in range(MOST_ATTEMPTS):
@@ -294,6 +358,13 @@ class Trial:
                 break
         want_committed = self.reference.committed
         got_committed = self.workdir.committed()
+        stray_names = {
+            name
+            for name in self.workdir.entries() - self.reference.entries
+            if self.kind.leaves is None or not re.search(self.kind.leaves, name)
+        }
+        if stray_names:
+            self.wrong(f"files that an unbroken run does not leave: {sorted(stray_names)}")
         is_expected = got_committed == want_committed
         if self.kind.may_keep_others:
             is_expected = got_committed[-1:] == want_committed[-1:] and len(got_committed) >= len(
@@ -312,6 +383,15 @@ class Trial:
             self.wrong(
                 f"the final state diverges in {len(leaves)} of {len(names)} arrays, such as {leaves[:3]}"
             )
+
+
+def inject_and_compare(kind: FaultKind, lab: FaultLab, name: str, seed: int) -> FaultResult:
+    """Runs a trial in the folder `name`, unless this machine cannot do it."""
+    # Checked per trial, because a machine may be unable to do a kind (no root, no mount).
+    reason = kind.needs()
+    if reason is not None:
+        return FaultResult(kind.name, seed, lab.recipe.num_processes, skipped=reason)
+    return Trial(kind, lab, lab.folder / name, seed).run()
 
 
 def _last_lines(log: Path, count: int = 6) -> str:

@@ -85,6 +85,11 @@ class Workdir:
         except OSError:
             return []
 
+    def entries(self) -> frozenset[str]:
+        """Returns the names in the workdir and in its folders, with N for each number."""
+        paths = [*self.path.glob("*"), *self.path.glob("*/*")]
+        return frozenset(re.sub(r"\d+", "N", str(path.relative_to(self.path))) for path in paths)
+
     def open_checkpoints(self, pid: int) -> list[Path]:
         """Returns the files of checkpoints that a process has open."""
         open_files = []
