@@ -21,12 +21,13 @@ from jtrain.data import PackedText
 from jtrain.errors import UserError, first_few
 from jtrain.hf.directory import open_tensors, read_config
 from jtrain.hf.mapping import from_hf, to_hf
-from jtrain.hf.model_config import model_from_config
+from jtrain.hf.model_config import family_in, model_from_config
 from jtrain.hf.peer import PeerBatch, read_results, run_peer
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.families.family import Family
 from jtrain.model.forward_placement import single_device
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
@@ -95,21 +96,27 @@ def prove(source: str, python: str | None, *, sets: Sequence[str], seed: int) ->
         folder = Path(scratch)
         facts = run_peer(python, source, folder, sets=sets, seed=seed)
         config = read_config(folder)
-        model = model_from_config(config)
+        model, family = model_from_config(config), family_in(config)
         with open_tensors(folder) as tensors:
-            params = from_hf(tensors, model, dtype="float32")
+            params = from_hf(tensors, model, dtype="float32", family=family)
         batches = read_results(folder)
     checks = [
         check
         for label, batch in batches.items()
-        for check in against_peer(label, model, params, batch, without_gradient=set(facts["buffers"]))
+        for check in against_peer(label, model, family, params, batch, without_gradient=set(facts["buffers"]))
     ]
     checks += against_one_device(model, params, batches["packed"].arrays)
     return Proof(facts, config, checks)
 
 
 def against_peer(
-    label: str, model: Transformer, params: Params, batch: PeerBatch, *, without_gradient: set[str]
+    label: str,
+    model: Transformer,
+    family: Family,
+    params: Params,
+    batch: PeerBatch,
+    *,
+    without_gradient: set[str],
 ) -> Iterator[Check]:
     """Compares one device with transformers."""
     ours = Batch(**jax.tree.map(jnp.asarray, batch.arrays))
@@ -124,7 +131,7 @@ def against_peer(
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     yield Check(f"transformers, {label}", "loss", abs(float(value) / batch.loss - 1), PEER)
-    theirs = dict(to_hf(gradients, model, dtype="float32"))
+    theirs = dict(to_hf(gradients, model, dtype="float32", family=family))
     names = set(theirs) - without_gradient
     if names != set(batch.gradients):
         both = first_few(sorted(names ^ set(batch.gradients)), 4)

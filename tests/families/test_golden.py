@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.hf.mapping import from_hf, to_hf
-from jtrain.hf.model_config import model_from_config
+from jtrain.hf.model_config import family_in, model_from_config
 from jtrain.hf.peers.draw import batches, draw, summary
 from jtrain.hf.prove import PEER, SMALL
 from jtrain.layout.dims import Batch
@@ -60,7 +60,8 @@ def results(name: str) -> dict[str, dict[str, np.ndarray]]:
         key: functools.partial(draw, key, tuple(shape), center, scale)
         for key, (shape, center, scale) in recipe.items()
     }
-    params = from_hf(tensors, model, dtype="float32")
+    family = family_in(CONFIGS[name])
+    params = from_hf(tensors, model, dtype="float32", family=family)
 
     @jax.jit  # one program for both batches
     def compute(params: Any, batch: Batch, num_targets: jax.Array) -> Any:
@@ -74,7 +75,7 @@ def results(name: str) -> dict[str, dict[str, np.ndarray]]:
     for label, arrays in batches(0, model.vocab_size).items():
         batch = Batch(**jax.tree.map(jnp.asarray, arrays))
         logits_BLV, (loss, grads) = compute(params, batch, jnp.float32((arrays["target_BL"] >= 0).sum()))
-        named = dict(to_hf(grads, model, dtype="float32"))
+        named = dict(to_hf(grads, model, dtype="float32", family=family))
         # Buffers like a router's correction bias are saved, and have no gradient.
         assert set(named) - set(with_gradient) == set(recipe) - set(with_gradient)
         logits_BLV = np.where((arrays["segment_BL"] > 0)[..., None], np.asarray(logits_BLV), 0)

@@ -198,8 +198,6 @@ def test_defaults_are_those_of_transformers() -> None:
             {"architectures": ["LlamaForSequenceClassification"]},
             r"architectures=\['LlamaForSequenceClassification'\]",
         ),
-        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"pretraining_tp": 2}, "pretraining_tp=2"),

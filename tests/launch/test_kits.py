@@ -30,7 +30,7 @@ def test_every_command_of_a_kit_is_found() -> None:
     assert sum("--set" in words for words in COMMANDS.values()) >= 3
 
 
-@pytest.mark.parametrize("words", {tuple(words) for words in COMMANDS.values()}, ids=" ".join)
+@pytest.mark.parametrize("words", sorted({tuple(words) for words in COMMANDS.values()}), ids=" ".join)
 def test_a_kits_arguments_take_all_devices(words: tuple[str, ...]) -> None:
     """On 8, 16 and 64 H200, or as many CPUs as a laptop has; a batch is cut so that as much fits as on 8."""
     large = words[0] != "--config=tiny"

@@ -31,7 +31,9 @@ def late_hosts(trial: Trial) -> None:
     codes = sorted((first.codes[0], second.codes[0]))
     text = first.text() + second.text()
     # Both may be done: the second one found a finished run.
-    if codes not in ([DONE, DONE], [DONE, REFUSED]) or (REFUSED in codes and "in use by another run" not in text):
+    if codes not in ([DONE, DONE], [DONE, REFUSED]) or (
+        REFUSED in codes and "in use by another run" not in text
+    ):
         trial.wrong(f"two hosts that started together ended with {codes}: {text[-500:]}")
     if codes == [DONE, DONE] and "resumed from step" not in second.text():
         trial.wrong("two hosts trained in one workdir")
@@ -56,7 +58,9 @@ def host_paused(trial: Trial) -> None:
         return
     os.kill(paused.pids[0], signal.SIGSTOP)
     other = trial.start(module=HostSpec("host-b").module)
-    resumed = other.until(lambda: f"step {NUM_STEPS}/" in other.text() or trial.workdir.last_step() > stop_step + 1)
+    resumed = other.until(
+        lambda: f"step {NUM_STEPS}/" in other.text() or trial.workdir.last_step() > stop_step + 1
+    )
     paused.send(signal.SIGCONT)
     woke_s = time.monotonic()
     paused.wait()

@@ -10,6 +10,7 @@ from jtrain.model.families.decoder import (
     FULL,
     NAMES,
     WINDOWED,
+    attention_of,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -45,12 +46,14 @@ def _read_qwen2(fields: Fields) -> Transformer:
 
 
 def _read_qwen3(fields: Fields) -> Transformer:
-    fields.only(hidden_act="silu", attention_bias=False, quantization_config=None)
-    rope, windows = fields.rope(), _windows(fields)
+    fields.only(hidden_act="silu", quantization_config=None)
+    rope, windows, bias = fields.rope(), _windows(fields), "all" if fields.flag("attention_bias") else "none"
     # transformers' defaults belong to one size of model.
     fields.whole("num_key_value_heads")
     fields.whole("head_dim")
-    return decoder(fields, lambda y: BlockSpec(AttentionSpec(rope=rope, qk_norm="head", window=windows[y])))
+    return decoder(
+        fields, lambda y: BlockSpec(AttentionSpec(rope=rope, bias=bias, qk_norm="head", window=windows[y]))
+    )
 
 
 def _num_experts(fields: Fields) -> int:
@@ -68,8 +71,8 @@ def _num_experts(fields: Fields) -> int:
 
 
 def _read_qwen3_moe(fields: Fields) -> Transformer:
-    fields.only(hidden_act="silu", attention_bias=False, quantization_config=None)
-    rope, windows = fields.rope(), _windows(fields)
+    fields.only(hidden_act="silu", quantization_config=None)
+    rope, windows, bias = fields.rope(), _windows(fields), "all" if fields.flag("attention_bias") else "none"
     fields.whole("num_key_value_heads")
     fields.whole("head_dim")
     moe = MoESpec(
@@ -85,7 +88,8 @@ def _read_qwen3_moe(fields: Fields) -> Transformer:
     return decoder(
         fields,
         lambda y: BlockSpec(
-            AttentionSpec(rope=rope, qk_norm="head", window=windows[y]), moe if experts[y] else dense_layer
+            AttentionSpec(rope=rope, bias=bias, qk_norm="head", window=windows[y]),
+            moe if experts[y] else dense_layer,
         ),
         d_ff="moe_intermediate_size",
     )
@@ -99,7 +103,7 @@ def _write_qwen3_moe(model: Transformer) -> dict[str, Any]:
         decoder_fields(model, d_ff="moe_intermediate_size")
         | _window_fields(model)
         | {
-            "attention_bias": False,
+            "attention_bias": attention_of(model).bias == "all",
             "num_experts": moe.num_experts,
             "num_experts_per_tok": moe.top_k,
             "norm_topk_prob": moe.normalize_top_k,
@@ -118,7 +122,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _read_qwen3,
-    lambda m: decoder_fields(m) | _window_fields(m) | {"attention_bias": False},
+    lambda m: decoder_fields(m) | _window_fields(m) | {"attention_bias": attention_of(m).bias == "all"},
     NAMES,
 )
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, NAMES)
