@@ -119,15 +119,18 @@ def family_of(model: Transformer) -> Family:
     reasons: list[tuple[int, str]] = []
     for family in FAMILIES.values():
         try:
-            again = _read(family, _identity(family) | family.write(model))
+            fields = family.write(model)
         except UserError as error:
-            reasons.append((0, f"{family.model_type}: {error}"))
+            # What transformers refuses although the family has it, before everything else.
+            reasons += [(0, f"{family.model_type}: {error}")] if str(error).startswith("model.") else []
             continue
-        differences = model_differences(again, model)
+        try:
+            differences = model_differences(_read(family, _identity(family) | fields), model)
+        except UserError:
+            continue
         if not differences:
             return family
         reasons.append((len(differences), f"{family.model_type}: {differences[0]}"))
-    # The nearest: fewest differences, and what transformers refuses before them.
     nearest = [text for _, text in sorted(reasons, key=lambda reason: reason[0])][:4]
     raise UserError(
         "no family of transformers has this model, so no config.json describes it: "

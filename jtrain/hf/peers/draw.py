@@ -50,7 +50,7 @@ def summary(logits: np.ndarray, loss: float, grads: dict[str, np.ndarray]) -> di
     """
     direction = draw("direction of logits", logits.shape[-1:], 0.0, 1.0)
     return {
-        "loss": np.float64(loss),
+        "loss": np.asarray(loss, np.float64),
         "logits": np.stack([logits[position] for position in POSITIONS]),
         "projected": (logits.astype(np.float64) @ direction).astype(np.float32),
         "gradients": np.array([_project(name, grads[name]) for name in sorted(grads)]),

@@ -108,7 +108,7 @@ def moe_of(model: Transformer) -> MoESpec:
       UserError: it is dense.
     """
     if model.router is None:
-        raise UserError("model.moe: this model has no experts.")
+        raise UserError("a model without experts.")
     return model.router
 
 

@@ -46,7 +46,7 @@ def _read_gemma3(fields: Fields) -> Transformer:
     kinds = fields.layer_types(
         num_layers, [WINDOWED if (y + 1) % period else FULL for y in range(num_layers)]
     )
-    scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     full = AttentionSpec(rope=fields.rope(theta=1e6, kind=FULL), qk_norm="head", scale=scale)
     local = fields.number("rope_local_base_freq", 10_000.0)
     rope = fields.rope(theta=local, kind=WINDOWED, unscaled=True, theta_field=None)
