@@ -9,18 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.hf.mapping import from_hf, to_hf
+from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import model_from_config
 from jtrain.hf.peers.draw import batches, draw, summary
-from jtrain.hf.prove import PEER, SMALL
-from jtrain.layout.dims import Batch
-from jtrain.model.forward_placement import single_device
+from jtrain.hf.prove import PEER, SMALL, compute
 from jtrain.model.transformer import Transformer
 
 HERE = Path(__file__).parent
@@ -62,23 +58,13 @@ def results(name: str) -> dict[str, dict[str, np.ndarray]]:
     }
     params = from_hf(tensors, model, dtype="float32")
 
-    @jax.jit  # one program for both batches
-    def compute(params: Any, batch: Batch, num_targets: jax.Array) -> Any:
-        def loss(params: Any) -> Any:
-            return model.loss(params, batch, single_device("float32"))[0] / num_targets
-
-        return model.logits(params, batch), jax.value_and_grad(loss)(params)
-
-    out: dict[str, dict[str, np.ndarray]] = {}
     with_gradient = json.loads(golden(name)["names"].item())
-    for label, arrays in batches(0, model.vocab_size).items():
-        batch = Batch(**jax.tree.map(jnp.asarray, arrays))
-        logits_BLV, (loss, grads) = compute(params, batch, jnp.float32((arrays["target_BL"] >= 0).sum()))
-        named = dict(to_hf(grads, model, dtype="float32"))
+    out: dict[str, dict[str, np.ndarray]] = {}
+    for label, computed in compute(model, params, batches(0, model.vocab_size)).items():
         # Buffers like a router's correction bias are saved, and have no gradient.
-        assert set(named) - set(with_gradient) == set(recipe) - set(with_gradient)
-        logits_BLV = np.where((arrays["segment_BL"] > 0)[..., None], np.asarray(logits_BLV), 0)
-        out[label] = summary(logits_BLV, float(loss), {key: named[key] for key in with_gradient})
+        assert set(computed.gradients) - set(with_gradient) == set(recipe) - set(with_gradient)
+        gradients = {key: computed.gradients[key] for key in with_gradient}
+        out[label] = summary(computed.logits_BLV, computed.loss, gradients)
     return out
 
 
