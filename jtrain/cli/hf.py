@@ -68,7 +68,7 @@ def add_prove_options(parser: Parser) -> None:
         "--source",
         required=True,
         metavar="MODEL",
-        help="a config.json, a folder with one, or a model_type of transformers, whose default config is taken",
+        help="a config.json, a folder with one, or a model_type of transformers (its default config)",
     )
     parser.add_argument(
         "--torch-python",

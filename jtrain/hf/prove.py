@@ -1,9 +1,9 @@
-"""Proof of one model: logits, loss and every gradient as transformers has them, and on every layout as on one device.
+"""Proof of one model: logits, loss and every gradient as transformers has them, and on every layout as on one
+device.
 
-All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own class,
-rows of one document and rows of several; `against_one_device` compares layouts with that device. A layout that is
-refused is no failure: its reason is part of the result.
-"""
+All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own
+class, rows of one document and rows of several; `against_one_device` compares layouts with that device. A
+layout that is refused is no failure: its reason is part of the result."""
 
 import dataclasses
 import tempfile
@@ -35,8 +35,9 @@ from jtrain.optim import AdamW
 PEER = 1e-5
 """Largest relative difference from transformers: of logits to the largest one, of a gradient to its norm."""
 SMALL = 1e-2
-"""Gradients that are smaller than this share of the whole gradient are compared with that share: float32 has no more
-digits of a sum that cancels, like the gradient of a key's bias without rotary positions, which is 0."""
+"""Gradients that are smaller than this share of the whole gradient are compared with that share: float32 has
+no more digits of a sum that cancels, like the gradient of a key's bias without rotary positions, which is
+0."""
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tensor 2": (dict(tensor=2), {}),
@@ -55,7 +56,8 @@ DEVICES = 8
 class Check:
     """One comparison.
 
-    difference, bound: the largest relative difference, and the one that is allowed; None where the layout is refused.
+    difference, bound: the largest relative difference, None where the layout is refused, and the one that
+      is allowed.
     where: the tensor of the largest difference, or the reason of a refusal.
     """
 

@@ -1,8 +1,8 @@
-"""Families compute what transformers computes: logits, loss and the gradient of every tensor, rows of one document and
-rows of several, in float32.
+"""Families compute what transformers computes: logits, loss and the gradient of every tensor, rows of one
+document and rows of several, in float32.
 
-The golden arrays are made by tests/families/peers/make.py, where every document went through transformers alone.
-"""
+The golden arrays are made by tests/families/peers/make.py, where every document went through transformers
+alone."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def test_the_families_that_are_missing_are_those_on_the_list() -> None:
-    """Every config is imported, or refused by a UserError and listed in not_yet.txt; every config has its arrays."""
+    """Every config is imported, or refused by a UserError and listed in not_yet.txt; all have arrays."""
     assert sorted(name for name in CONFIGS if build(name) is None) == sorted(NOT_YET)
     assert {path.stem for path in (HERE / "golden").iterdir()} == set(CONFIGS)
 
@@ -76,7 +76,7 @@ SUPPORTED = [name for name in CONFIGS if name not in NOT_YET]
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED]
 )
 def test_a_family_computes_what_transformers_computes(name: str, label: str) -> None:
-    """Loss, logits and gradients agree within 1e-5, relative to the largest logit and to a gradient's norm."""
+    """Loss, logits and gradients agree within 1e-5, relative to the largest logit and a gradient's norm."""
     got = results(name)[label]
     want = {key: golden(name)[f"{label}/{key}"] for key in got}
     assert want["logits"].std() > 0.01, "flat logits would agree with anything"
