@@ -3,7 +3,8 @@ device.
 
 All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own
 class, rows of one document and rows of several; `against_one_device` compares layouts with that device. A
-layout that is refused is no failure: its reason is part of the result."""
+layout that is refused is no failure: its reason is part of the result.
+"""
 
 import dataclasses
 import tempfile

@@ -2,7 +2,8 @@
 document and rows of several, in float32.
 
 The golden arrays are made by tests/families/peers/make.py, where every document went through transformers
-alone."""
+alone.
+"""
 
 import functools
 import json

@@ -11,7 +11,8 @@ so nothing of packing is believed. All is float32 on a CPU, with eager attention
 
 Weights follow from the names of the saved tensors alone (`draw`), so that a test can draw them again without
 torch. Norms, biases, sinks, decay rates and correction biases are drawn like everything else: as transformers
-makes them they are ones and zeros, with which a missing one shows nowhere."""
+makes them they are ones and zeros, with which a missing one shows nowhere.
+"""
 
 import argparse
 import contextlib
@@ -113,8 +114,8 @@ def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreT
 
 
 def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float, float]:
-    """Mean and deviation of a tensor: a vector's mean is what transformers makes it, a matrix keeps the size of
-    activations.
+    """Mean and deviation of a tensor: vectors move from what transformers makes them, matrices keep the size
+    of activations.
     """
     if initial.ndim < 2 or "bias" in name:
         # Correction biases are added to scores between 0 and 1: larger ones would choose the experts alone.
@@ -127,7 +128,7 @@ def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float,
 
 
 def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTrainedModel, dict]:
-    """Saves config.json and model.safetensors, loads them, and returns the model and how tensors were drawn."""
+    """Saves config.json and model.safetensors, loads them, returns the model and how tensors were drawn."""
     settings = build_config(config)
     kind = model_class(settings)
     torch.manual_seed(seed)

@@ -11,7 +11,8 @@ configs.json gets its config.json; golden/NAME.npz what transformers computes wi
 the names of the tensors: of both batches the mean loss, logits and gradients as `summary` in
 jtrain/hf/peers/draw.py has them. With --full FOLDER the whole directory with config.json, model.safetensors
 and reference.npz is left in FOLDER/NAME. tests/golden/hf/setup.sh makes the Python and runs this script. Made
-with torch 2.13.0 and transformers 5.23.0."""
+with torch 2.13.0 and transformers 5.23.0.
+"""
 
 import argparse
 import json
