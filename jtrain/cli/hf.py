@@ -153,7 +153,7 @@ VERB = Verb(
             "compares logits, loss and the gradient of every parameter with transformers' own class, rows of "
             "one document and rows of several, then the first step of each layout with one device. Weights "
             "of a folder are not read.",
-            exits="exit codes: 0 everything is equal; 1 something differs; 2 the message says what to do.",
+            exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
         ),
     },

@@ -103,7 +103,7 @@ def test_drawn_weights_follow_from_their_name() -> None:
 
 
 def test_one_wrong_gradient_is_named() -> None:
-    """An error of 3e-5 of one gradient's norm is over the bound, NaN too; noise of a sum that cancels is not."""
+    """An error of 3e-5 of a gradient's norm is over the bound, NaN too; noise of a sum that cancels is not."""
     random = np.random.default_rng(0)
     want = {name: random.standard_normal((8, 8)).astype(np.float32) for name in "abc"}
     assert worst_gradient("x", want, want).is_equal
