@@ -68,7 +68,7 @@ def add_prove_options(parser: Parser) -> None:
         "--source",
         required=True,
         metavar="MODEL",
-        help="a config.json, a folder with one, or a model_type of transformers, whose default config is taken",
+        help="a config.json, a folder with one, or a model_type of transformers (its default config)",
     )
     parser.add_argument(
         "--torch-python",
@@ -151,9 +151,9 @@ VERB = Verb(
             add_prove_options,
             "Builds a small model of the config with drawn weights in float32, two to eight layers, and "
             "compares logits, loss and the gradient of every parameter with transformers' own class, rows of "
-            "one document and rows of several, then the first step of each layout with one device. Weights of "
-            "a folder are not read.",
-            exits="exit codes: 0 everything is equal; 1 something differs; 2 the message says what to change.",
+            "one document and rows of several, then the first step of each layout with one device. Weights "
+            "of a folder are not read.",
+            exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
         ),
     },

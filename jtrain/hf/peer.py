@@ -1,4 +1,4 @@
-"""Runs transformers' own class of a small model in a Python environment that has it, and reads what it computed."""
+"""Runs transformers' own class of a small model in another Python, and reads what it computed."""
 
 import dataclasses
 import json
@@ -66,7 +66,8 @@ def run_peer(
     raise UserError(
         reason
         if process.returncode == 2
-        else f"transformers cannot build or run {source} at a small size: {reason}. Set the field by --set FIELD=JSON."
+        else f"transformers cannot build or run {source} at a small size: {reason}. Set the field by --set "
+        "FIELD=JSON."
     )
 
 

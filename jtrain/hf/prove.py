@@ -1,13 +1,14 @@
-"""Proof of one model: logits, loss and every gradient as transformers has them, and on every layout as on one device.
+"""Proof of one model: logits, loss and every gradient as transformers has them, and on every layout as on one
+device.
 
-All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own class,
-rows of one document and rows of several; `against_one_device` compares layouts with that device. A layout that is
-refused is no failure: its reason is part of the result.
+All is float32 at a small size with drawn weights. `against_peer` compares one device with transformers' own
+class, rows of one document and rows of several; `against_one_device` compares layouts with that device. A
+layout that is refused is no failure: its reason is part of the result.
 """
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.config.course import GRADIENT, LOSS, Course, Trainer
+from jtrain.config.course import GRADIENT, LOSS, BatchArrays, Course, Trainer
 from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError, first_few
@@ -23,7 +24,7 @@ from jtrain.hf.directory import open_tensors, read_config
 from jtrain.hf.mapping import from_hf, to_hf
 from jtrain.hf.model_config import family_in, model_from_config
 from jtrain.hf.peer import PeerBatch, read_results, run_peer
-from jtrain.layout.dims import Batch
+from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.precision import PrecisionSpec
@@ -36,8 +37,9 @@ from jtrain.optim import AdamW
 PEER = 1e-5
 """Largest relative difference from transformers: of logits to the largest one, of a gradient to its norm."""
 SMALL = 1e-2
-"""Gradients whose norm is below this share of the whole gradient's are compared with that share: float32 has no more
-digits of a sum that cancels, like the gradient of a key's bias without rotary positions, which is 0."""
+"""Gradients that are smaller than this share of the whole gradient are compared with that share: float32 has
+no more digits of a sum that cancels, like the gradient of a key's bias without rotary positions, which is
+0."""
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tensor 2": (dict(tensor=2), {}),
@@ -56,7 +58,8 @@ DEVICES = 8
 class Check:
     """One comparison.
 
-    difference, bound: the largest relative difference, and the one that is allowed; None where the layout is refused.
+    difference, bound: the largest relative difference, None where the layout is refused, and the one that
+      is allowed.
     where: the tensor of the largest difference, or the reason of a refusal.
     """
 
@@ -101,43 +104,71 @@ def prove(source: str, python: str | None, *, sets: Sequence[str], seed: int) ->
             params = from_hf(tensors, model, dtype="float32", family=family)
         batches = read_results(folder)
     checks = [
-        check
-        for label, batch in batches.items()
-        for check in against_peer(label, model, family, params, batch, without_gradient=set(facts["buffers"]))
+        *against_peer(model, family, params, batches, without_gradient=set(facts["buffers"])),
+        *against_one_device(model, params, batches["packed"].arrays),
     ]
-    checks += against_one_device(model, params, batches["packed"].arrays)
     return Proof(facts, config, checks)
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What one device computes for a batch, in the forms of `PeerBatch`; the logits of padding are 0."""
+
+    logits_BLV: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def compute(
+    model: Transformer, family: Family, params: Params, batches: Mapping[str, BatchArrays]
+) -> dict[str, Computed]:
+    """Logits, mean loss and gradients by the names of saved tensors, of batches of one shape, in float32."""
+
+    @jax.jit  # one program for all batches
+    def evaluate(params: Params, batch: Batch, num_targets: jax.Array) -> Any:
+        def loss(params: Params) -> jax.Array:
+            return model.loss(params, batch, single_device("float32"))[0] / num_targets
+
+        return model.logits(params, batch), jax.value_and_grad(loss)(params)
+
+    out: dict[str, Computed] = {}
+    for label, arrays in batches.items():
+        batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+        num_targets = jnp.float32((arrays["target_BL"] != IGNORE).sum())
+        logits_BLV, (loss, gradients) = evaluate(params, batch, num_targets)
+        is_token_BL1 = (arrays["segment_BL"] > 0)[..., None]
+        out[label] = Computed(
+            np.where(is_token_BL1, np.asarray(logits_BLV), 0),
+            float(loss),
+            dict(to_hf(gradients, model, dtype="float32", family=family)),
+        )
+    return out
+
+
 def against_peer(
-    label: str,
     model: Transformer,
     family: Family,
     params: Params,
-    batch: PeerBatch,
+    batches: dict[str, PeerBatch],
     *,
     without_gradient: set[str],
 ) -> Iterator[Check]:
-    """Compares one device with transformers."""
-    ours = Batch(**jax.tree.map(jnp.asarray, batch.arrays))
-    num_targets = int((batch.arrays["target_BL"] >= 0).sum())
-    is_token = batch.arrays["segment_BL"] > 0
-    logits_BLV = np.asarray(jax.jit(model.logits)(params, ours))
-    difference = np.abs(logits_BLV - batch.logits_BLV)[is_token].max() / np.abs(batch.logits_BLV).max()
-    yield Check(f"transformers, {label}", "logits", float(difference), PEER)
+    """Compares one device with transformers.
 
-    def loss(params: Params) -> jax.Array:
-        return model.loss(params, ours, single_device("float32"))[0] / num_targets
-
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    yield Check(f"transformers, {label}", "loss", abs(float(value) / batch.loss - 1), PEER)
-    theirs = dict(to_hf(gradients, model, dtype="float32", family=family))
-    names = set(theirs) - without_gradient
-    if names != set(batch.gradients):
-        both = first_few(sorted(names ^ set(batch.gradients)), 4)
-        yield Check(f"transformers, {label}", "gradients", np.inf, PEER, f"not on both sides: {both}")
-        return
-    yield worst_gradient(f"transformers, {label}", theirs, batch.gradients)
+    Args:
+      without_gradient: saved tensors that are buffers, like a router's correction bias.
+    """
+    computed = compute(model, family, params, {label: batch.arrays for label, batch in batches.items()})
+    for label, want in batches.items():
+        got, compared = computed[label], f"transformers, {label}"
+        difference = np.abs(got.logits_BLV - want.logits_BLV).max() / np.abs(want.logits_BLV).max()
+        yield Check(compared, "logits", float(difference), PEER)
+        yield Check(compared, "loss", abs(got.loss / want.loss - 1), PEER)
+        if names := (set(got.gradients) - without_gradient) ^ set(want.gradients):
+            reason = f"not on both sides: {first_few(sorted(names), 4)}"
+            yield Check(compared, "gradients", np.inf, PEER, reason)
+        else:
+            yield worst_gradient(compared, got.gradients, want.gradients)
 
 
 def worst_gradient(compared: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Check:
@@ -148,8 +179,7 @@ def worst_gradient(compared: str, got: dict[str, np.ndarray], want: dict[str, np
         name: float(np.linalg.norm((got[name] - want[name]).astype(np.float64))) / max(norm, floor)
         for name, norm in norms.items()
     }
-    # NaN is the worst of all.
-    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+    worst = _worst(differences)
     return Check(compared, "gradients", differences[worst], PEER, worst)
 
 
@@ -171,13 +201,20 @@ def against_one_device(model: Transformer, params: Params, arrays: dict[str, np.
 
 def _compare(name: str, got: Course, want: Course) -> Iterator[Check]:
     yield Check(name, "loss", abs(got.losses[0] / want.losses[0] - 1), LOSS)
+    moments = {path: mu for path, mu in want.moments.items() if path.startswith("mu ")}
+    largest = {path: float(np.abs(mu).max()) for path, mu in moments.items()}
+    floor = SMALL * max(largest.values())
     differences = {
-        path: float(np.abs(got.moments[path] - mu).max() / (np.abs(mu).max() or 1.0))
-        for path, mu in want.moments.items()
-        if path.startswith("mu ")
+        path: float(np.abs(got.moments[path] - mu).max()) / max(largest[path], floor)
+        for path, mu in moments.items()
     }
-    worst = max(differences, key=lambda path: np.nan_to_num(differences[path], nan=np.inf))
+    worst = _worst(differences)
     yield Check(name, "gradients", differences[worst], GRADIENT, worst.removeprefix("mu "))
+
+
+def _worst(differences: dict[str, float]) -> str:
+    # NaN is the worst of all.
+    return max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
 
 
 def _run(

@@ -1,7 +1,8 @@
-"""Families compute what transformers computes: logits, loss and the gradient of every tensor, rows of one document and
-rows of several, in float32.
+"""Families compute what transformers computes: logits, loss and the gradient of every tensor, rows of one
+document and rows of several, in float32.
 
-The golden arrays are made by tests/families/peers/make.py, where every document went through transformers alone.
+The golden arrays are made by tests/families/peers/make.py, where every document went through transformers
+alone.
 """
 
 import functools
@@ -9,18 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.hf.mapping import from_hf, to_hf
+from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import family_in, model_from_config
 from jtrain.hf.peers.draw import batches, draw, summary
-from jtrain.hf.prove import PEER, SMALL
-from jtrain.layout.dims import Batch
-from jtrain.model.forward_placement import single_device
+from jtrain.hf.prove import PEER, SMALL, compute
 from jtrain.model.transformer import Transformer
 
 HERE = Path(__file__).parent
@@ -45,7 +42,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def test_the_families_that_are_missing_are_those_on_the_list() -> None:
-    """Every config is imported, or refused by a UserError and listed in not_yet.txt; every config has its arrays."""
+    """Every config is imported, or refused by a UserError and listed in not_yet.txt; all have arrays."""
     assert sorted(name for name in CONFIGS if build(name) is None) == sorted(NOT_YET)
     assert {path.stem for path in (HERE / "golden").iterdir()} == set(CONFIGS)
 
@@ -63,23 +60,13 @@ def results(name: str) -> dict[str, dict[str, np.ndarray]]:
     family = family_in(CONFIGS[name])
     params = from_hf(tensors, model, dtype="float32", family=family)
 
-    @jax.jit  # one program for both batches
-    def compute(params: Any, batch: Batch, num_targets: jax.Array) -> Any:
-        def loss(params: Any) -> Any:
-            return model.loss(params, batch, single_device("float32"))[0] / num_targets
-
-        return model.logits(params, batch), jax.value_and_grad(loss)(params)
-
-    out: dict[str, dict[str, np.ndarray]] = {}
     with_gradient = json.loads(golden(name)["names"].item())
-    for label, arrays in batches(0, model.vocab_size).items():
-        batch = Batch(**jax.tree.map(jnp.asarray, arrays))
-        logits_BLV, (loss, grads) = compute(params, batch, jnp.float32((arrays["target_BL"] >= 0).sum()))
-        named = dict(to_hf(grads, model, dtype="float32", family=family))
+    out: dict[str, dict[str, np.ndarray]] = {}
+    for label, computed in compute(model, family, params, batches(0, model.vocab_size)).items():
         # Buffers like a router's correction bias are saved, and have no gradient.
-        assert set(named) - set(with_gradient) == set(recipe) - set(with_gradient)
-        logits_BLV = np.where((arrays["segment_BL"] > 0)[..., None], np.asarray(logits_BLV), 0)
-        out[label] = summary(logits_BLV, float(loss), {key: named[key] for key in with_gradient})
+        assert set(computed.gradients) - set(with_gradient) == set(recipe) - set(with_gradient)
+        gradients = {key: computed.gradients[key] for key in with_gradient}
+        out[label] = summary(computed.logits_BLV, computed.loss, gradients)
     return out
 
 
@@ -91,7 +78,7 @@ SUPPORTED = [name for name in CONFIGS if name not in NOT_YET]
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED]
 )
 def test_a_family_computes_what_transformers_computes(name: str, label: str) -> None:
-    """Loss, logits and gradients agree within 1e-5, relative to the largest logit and to a gradient's norm."""
+    """Loss, logits and gradients agree within 1e-5, relative to the largest logit and a gradient's norm."""
     got = results(name)[label]
     want = {key: golden(name)[f"{label}/{key}"] for key in got}
     assert want["logits"].std() > 0.01, "flat logits would agree with anything"

@@ -103,7 +103,7 @@ def test_drawn_weights_follow_from_their_name() -> None:
 
 
 def test_one_wrong_gradient_is_named() -> None:
-    """An error of 3e-5 of one gradient's norm is over the bound; NaN is; noise of the whole's digits is not."""
+    """An error of 3e-5 of a gradient's norm is over the bound, NaN too; noise of a sum that cancels is not."""
     random = np.random.default_rng(0)
     want = {name: random.standard_normal((8, 8)).astype(np.float32) for name in "abc"}
     assert worst_gradient("x", want, want).is_equal
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_proved_is_refused(
 
 @pytest.mark.slow
 def test_a_wrong_model_is_unequal(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose norms have another epsilon than transformers' fails by logits and gradients, with exit code 1."""
+    """A model whose norms have another epsilon than transformers' fails, with exit code 1."""
     from jtrain.hf import prove as proofs
 
     read = proofs.read_config

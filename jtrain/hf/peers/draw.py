@@ -1,4 +1,4 @@
-"""Weights, batches and summaries that follow from names and numbers alone: the same with and without torch."""
+"""Weights, batches and summaries that follow from names and numbers alone, with or without torch."""
 
 import zlib
 
@@ -24,7 +24,7 @@ def draw(name: str, shape: tuple, center: float, scale: float, seed: int = 0) ->
 
 
 def batches(seed: int, vocabulary: int) -> dict[str, dict[str, np.ndarray]]:
-    """The two batches, as jtrain has them: positions restart in each document, its last token has no target."""
+    """The two batches, as jtrain has them: a document's last token has no target."""
     random = np.random.RandomState(seed)
     out = {}
     for label, lengths_by_row in (("unpacked", ((COLUMNS,),) * ROWS), ("packed", PACKED)):

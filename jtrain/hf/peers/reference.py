@@ -1,16 +1,17 @@
-"""Builds a small model of any causal language model of transformers with drawn weights, and writes what it computes.
+"""Builds a small model of any causal language model of transformers with drawn weights, and writes what it
+computes.
 
     PYTHON_WITH_TORCH reference.py SOURCE OUT [--set FIELD=JSON]... [--seed N] [--whole]
 
-SOURCE is a config.json, a folder that has one, or a `model_type`. OUT gets config.json (shrunk; see shrink.py),
-model.safetensors and reference.npz: two batches, `unpacked` (one document per row) and `packed` (several, then
-padding), each with token_BL, target_BL, position_BL, segment_BL, logits, the mean cross entropy of the targets, and
-its gradient for each saved tensor. Every document goes through the model alone, so nothing of packing is believed.
-All is float32 on a CPU, with eager attention and eager experts.
+SOURCE is a config.json, a folder that has one, or a `model_type`. OUT gets config.json (shrunk; see
+shrink.py), model.safetensors and reference.npz: two batches, `unpacked` (one document per row) and `packed`
+(several, then padding), each with token_BL, target_BL, position_BL, segment_BL, logits, the mean cross
+entropy of the targets, and its gradient for each saved tensor. Every document goes through the model alone,
+so nothing of packing is believed. All is float32 on a CPU, with eager attention and eager experts.
 
-Weights follow from the names of the saved tensors alone (`draw`), so that a test can draw them again without torch.
-Norms, biases, sinks, decay rates and correction biases are drawn like everything else: as transformers makes them
-they are ones and zeros, with which a missing one shows nowhere.
+Weights follow from the names of the saved tensors alone (`draw`), so that a test can draw them again without
+torch. Norms, biases, sinks, decay rates and correction biases are drawn like everything else: as transformers
+makes them they are ones and zeros, with which a missing one shows nowhere.
 """
 
 import argparse
@@ -113,7 +114,9 @@ def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreT
 
 
 def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float, float]:
-    """How to draw a tensor: vectors around what transformers makes them, matrices so that activations keep size."""
+    """Mean and deviation of a tensor: vectors move from what transformers makes them, matrices keep the size
+    of activations.
+    """
     if initial.ndim < 2 or "bias" in name:
         # Correction biases are added to scores between 0 and 1: larger ones would choose the experts alone.
         return round(
@@ -125,7 +128,7 @@ def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float,
 
 
 def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTrainedModel, dict]:
-    """Saves config.json and model.safetensors, loads them, and returns the model and how each tensor was drawn."""
+    """Saves config.json and model.safetensors, loads them, returns the model and how tensors were drawn."""
     settings = build_config(config)
     kind = model_class(settings)
     torch.manual_seed(seed)
@@ -187,7 +190,7 @@ def evaluate(model: transformers.PreTrainedModel, batch: dict[str, np.ndarray]) 
 def gradients(model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
     """Gradients by the names and in the forms of the saved tensors, which are others than those in memory.
 
-    A copy of the weights is replaced by the gradients and saved: whatever transformers joins, splits or transposes on
+    The weights are replaced by the gradients and saved: whatever transformers joins, splits or transposes on
     the way to a file it does to them as well. Buffers have no gradient: they are saved as NaN, and left out.
     """
     weights = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}

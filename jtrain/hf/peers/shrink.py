@@ -1,6 +1,7 @@
 """Shrinks a config.json to a few layers of small width, by the meaning of its fields; knows no family.
 
-Every rule is about a field that many families share under one name. A field that no rule knows keeps its value.
+Every rule is about a field that many families share under one name. A field that no rule knows keeps its
+value.
 """
 
 import math
@@ -181,7 +182,7 @@ def _layers(config: dict, full: dict) -> dict:
     steps = [full[f] for f in INTERVALS if _is_size(full.get(f))]
     rows = _rows(kinds, math.lcm(1, *steps))
     changes = {layers_field: len(rows)}
-    # Lists that the class derives by itself are left to it: what is read then is the file, not the derivation.
+    # Lists that the class derives by itself are left to it, since the file that is proved lacks them too.
     is_prefix = rows == list(range(len(rows)))
     changes |= {f: [v[i] for i in rows] for f, v in by_layer.items() if f in config or not is_prefix}
     changes |= {f: [k for k, i in enumerate(rows) if i in v] for f, v in by_index.items() if f in config}

@@ -3,13 +3,15 @@
     PYTHONPATH=jtrain/hf/peers PYTHON_WITH_TORCH tests/families/peers/make.py [--full FOLDER] [NAME]...
 
 Each case of cases.json is a `model_type` of transformers with its default config, shrunk by
-jtrain/hf/peers/shrink.py, and fields set so that what a family can do shows: multipliers that are not 1, biases,
-several groups of experts. A case with a name of its own sets what the defaults of a class leave alone.
+jtrain/hf/peers/shrink.py, and fields set so that what a family can do shows: multipliers that are not 1,
+biases, several groups of experts. A case with a name of its own sets what the defaults of a class leave
+alone.
 
-configs.json gets its config.json; golden/NAME.npz what transformers computes with weights that follow from the names
-of the tensors: of both batches the mean loss, logits and gradients as `summary` in jtrain/hf/peers/draw.py has them.
-With --full FOLDER the whole directory with config.json, model.safetensors and reference.npz is left in FOLDER/NAME.
-tests/golden/hf/setup.sh makes the Python and runs this script. Made with torch 2.13.0 and transformers 5.23.0.
+configs.json gets its config.json; golden/NAME.npz what transformers computes with weights that follow from
+the names of the tensors: of both batches the mean loss, logits and gradients as `summary` in
+jtrain/hf/peers/draw.py has them. With --full FOLDER the whole directory with config.json, model.safetensors
+and reference.npz is left in FOLDER/NAME. tests/golden/hf/setup.sh makes the Python and runs this script. Made
+with torch 2.13.0 and transformers 5.23.0.
 """
 
 import argparse
