@@ -309,6 +309,15 @@ def emulated_devices() -> list[jax.Device]:
 
 
 @pytest.fixture(scope="session")
+def page() -> Iterator[Any]:
+    """The one page of a headless browser, for all reports."""
+    from tests.profile.report import browser  # lazy: few tests need it
+
+    with browser.page() as blank:
+        yield blank
+
+
+@pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE in the style of Llama 3: a begin token by template, an end token by name."""
     # Lazy: few tests need it.

@@ -39,7 +39,7 @@ SEQUENCES = "tests/step/test_train_step.py::test_split_sequences_are_whole_ones"
 IN_8_BITS = "tests/step/test_fp8.py::test_delayed_scaling_is_the_same_on_any_layout"
 HOSTS_CORES = "tests/step/test_host_offload.py::test_the_hosts_cores_compute_the_same_update"
 DTYPES = "tests/step/test_dtypes.py"
-NOISE = "tests/optim/test_state.py::test_no_two_roundings_share_their_noise"
+NOISE = "tests/optim/test_state_rounding.py::test_no_two_roundings_share_their_noise"
 COLLATED = "tests/data/constructor/test_collate.py"
 
 BUGS = {

@@ -4,7 +4,6 @@ phone.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["--tokens", "1e12", "--set", "model.vocab_size=257"]
     assert main(words) == 0
     return path
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[browser.Page]:
-    with browser.page() as found:
-        yield found
 
 
 def show(page: browser.Page, file: Path, *, width: int = 1200, dark: bool = False) -> None:
