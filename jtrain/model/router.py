@@ -49,7 +49,7 @@ class MoESpec:
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(
                 f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. "
-                "Set one of the two."
+                f"Set model.moe.top_k={self.num_experts} or less, or more model.moe.num_experts."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:

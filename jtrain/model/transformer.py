@@ -162,15 +162,16 @@ class Transformer(nnx.Module):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"model.{field}={size} must be at least 1, as a whole number.")
         if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
                 f"model.num_heads={self.num_heads} is not a multiple of "
                 f"model.num_kv_heads={self.num_kv_heads}: each key head serves the same number of query "
-                "heads. Set one of the two."
+                f"heads. Set model.num_kv_heads to one of {', '.join(map(str, divisors))}."
             )
         if self.head_dim % 2:
             raise UserError(
                 f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of dimensions. "
-                "Set an even one."
+                f"Set model.head_dim={self.head_dim + 1} or another even one."
             )
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
