@@ -146,7 +146,7 @@ def inspect_order(args: Args, dataset: "TextDataset") -> int:
     if args.step is not None:
         # A step and an order of steps are two questions.
         raise UserError(
-            f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it."
+            f"--order reads all steps from the first one on, not --step {args.step}. Leave one of them out."
         )
     report = measure_order(dataset, 100 if args.steps is None else args.steps)
     print(dataset.describe())

@@ -115,9 +115,13 @@ class PackedText:
             if (value := getattr(self, field)) not in choices and (field, value) != ("packing", None):
                 raise UserError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
         if (self.path is None) == (not self.sources):
-            both = "both are set" if self.sources else "neither is set"
+            both, way_out = (
+                ("both are set", "data.path=None, or data.sources={}")
+                if self.sources
+                else ("neither is set", "data.path to a file, a folder, a glob, a URL or 'stdlib'")
+            )
             raise UserError(
-                f"data.path is for one source and data.sources for several, and {both}. Set one of them."
+                f"data.path is for one source and data.sources for several, and {both}. Set {way_out}."
             )
         for name, source in self.named_sources.items():
             if not is_source_name(name) or (name == ONE_SOURCE and self.sources):

@@ -52,16 +52,21 @@ class LayoutSpec:
             raise UserError(f"layout.microbatches={self.microbatches} must be at least 1.")
         if self.microbatch_tokens is not None and self.microbatch_tokens < 1:
             raise UserError(
-                f"layout.microbatch_tokens={self.microbatch_tokens} must be at least 1. Set it to None to "
-                f"leave layout.microbatches={self.microbatches} as it is."
+                f"layout.microbatch_tokens={self.microbatch_tokens} must be at least 1. Set "
+                f"layout.microbatch_tokens=None to leave layout.microbatches={self.microbatches} as it is."
             )
         if self.sequence_groups < 1:
             raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
         # An option that silently does nothing is refused in both directions.
         if (self.remat == "named") != bool(self.remat_save):
+            way_out = (
+                "layout.remat=named, or layout.remat_save=()"
+                if self.remat_save
+                else "layout.remat_save=('attention',) or other names, or layout.remat=none"
+            )
             raise UserError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves "
-                "these names, and no other remat does. Set both or neither."
+                f"these names, and no other remat does. Set {way_out}."
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:

@@ -63,7 +63,8 @@ class OffloadSpec:
         if self.unified_memory and placed:
             raise UserError(
                 f"layout.offload.unified_memory=True lets the driver place pages, but layout.offload."
-                f"{placed[0]}={getattr(self, placed[0])} places arrays. Set only one of them."
+                f"{placed[0]}={getattr(self, placed[0])} places arrays. Set "
+                f"layout.offload.unified_memory=False, or layout.offload.{placed[0]}=none."
             )
 
     def share(self, name: Offloadable) -> float:

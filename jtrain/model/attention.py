@@ -56,14 +56,15 @@ class AttentionSpec:
         num_heads, num_kv_heads = self.num_heads or sizes.num_heads, self.num_kv_heads or sizes.num_kv_heads
         head_dim = self.head_dim or sizes.head_dim
         if num_heads % num_kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
             raise UserError(
                 f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each "
-                "key head serves the same number of query heads. Set one of the two."
+                f"key head serves the same number of query heads. Set model.num_kv_heads to one of {divisors}."
             )
         if head_dim % 2 and self.rope is not None:
             raise UserError(
-                f"model.head_dim={head_dim} is odd, but rotary positions rotate pairs of dimensions. Set an "
-                "even one."
+                f"model.head_dim={head_dim} is odd, but rotary positions rotate pairs of dimensions. Set "
+                f"model.head_dim={head_dim + 1} or another even one."
             )
         return num_heads, num_kv_heads, head_dim
 

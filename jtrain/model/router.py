@@ -69,7 +69,7 @@ class MoESpec:
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(
                 f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. "
-                "Set one of the two."
+                f"Set model.moe.top_k={self.num_experts} or less, or more model.moe.num_experts."
             )
         if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise UserError(

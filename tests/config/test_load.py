@@ -285,7 +285,10 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
             ("layout.remat=named", "layout.remat_save=('attn',)"),
             r"remat_save names attn, .*There are: attention_q",
         ),
-        (("layout.remat=named",), r"Set both or neither"),
+        (
+            ("layout.remat=named",),
+            r"Set layout\.remat_save=\('attention',\) or other names, or layout\.remat=none",
+        ),
         (("kernels=(('attn','xla'),)",), r"no op is called 'attn'.* There are: .*rms_norm"),
         (("kernels=(('rms_norm','nowhere'),)",), r"rms_norm=nowhere: there is no such .*There are: .*xla"),
         (

@@ -42,10 +42,6 @@ def ways_out(error: UserError, setting: Setting) -> list[Setting]:
             continue
         if sentence.startswith("Use optimizer") or "or use AdamW" in sentence:
             changes.append({"optimizer": "AdamW"})
-        if "one of them to its default" in sentence:
-            # Each of the named options is an alternative of its own.
-            paths = [path for path in re.findall(_PATH, message) if path in FACTORS]
-            changes += [{path: FACTORS[path][0]} for path in dict.fromkeys(paths)]
         # Alternatives within a sentence are separated by `or`.
         for clause in re.split(
             r",? or (?=set |take |add |change |leave |use |[a-z]+\.[a-z])|, or (?=\w)", sentence
