@@ -16,9 +16,6 @@ from jtrain_kernels.recurrence.documents import (
     mask_padding,
 )
 
-NORM_EPS = 1e-6
-"""Added to the squared norm of q and k, as in Qwen3-Next and Kimi Linear."""
-
 
 def delta_rule(
     q_BLKH: Float[Array, "B L K H"],
@@ -70,13 +67,9 @@ def delta_rule(
     check_chunk("delta_rule", chunk)
     if normalize:
         q_BLKH, k_BLKH = map(_normalize, (q_BLKH, k_BLKH))
-    arrays = dict(
-        q_BLKH=q_BLKH,
-        k_BLKH=k_BLKH,
-        v_BLNP=v_BLNP,
-        g_BLNE=mask_padding(g if g.ndim == 4 else g[..., None], segment_BL),
-        beta_BLN=mask_padding(beta_BLN, segment_BL),
-    )
+    g_BLNE = mask_padding(g if g.ndim == 4 else g[..., None], segment_BL)
+    gates = dict(g_BLNE=g_BLNE, beta_BLN=mask_padding(beta_BLN, segment_BL))
+    arrays = dict(q_BLKH=q_BLKH, k_BLKH=k_BLKH, v_BLNP=v_BLNP, **gates)
     statics = dict(scale=H**-0.5 if scale is None else scale, chunk=chunk)
 
     def run(arrays: parts.Arrays, document_BL: Array, state_BNHP: Array) -> tuple[Array, Array]:
@@ -97,23 +90,17 @@ def delta_rule(
 
 def _normalize(x_BLKH: Array) -> Array:
     x32 = x_BLKH.astype(jnp.float32)
-    squares = jnp.sum(x32 * x32, axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(squares + NORM_EPS)).astype(x_BLKH.dtype)
+    scale = jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + 1e-6)  # as in Qwen3-Next
+    return (x32 * scale).astype(x_BLKH.dtype)
 
 
 def _case(key_heads: int, heads: int, decays: int) -> registry.Avals:
-    key, value = (jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16) for n in (key_heads, heads))
-    return dict(
-        q_BLKH=key,
-        k_BLKH=key,
-        v_BLNP=value,
-        g_BLNE=jax.ShapeDtypeStruct((1, 8192, heads, decays), jnp.float32),
-        beta_BLN=jax.ShapeDtypeStruct((1, 8192, heads), jnp.float32),
-        document_BL=jax.ShapeDtypeStruct((1, 8192), jnp.int32),
-        state_BNHP=jax.ShapeDtypeStruct((1, heads, 128, 128), jnp.float32),
-        scale=128**-0.5,
-        chunk=64,
-    )
+    tokens, float32 = (1, 8192), jnp.float32
+    key, value = (jax.ShapeDtypeStruct((*tokens, n, 128), jnp.bfloat16) for n in (key_heads, heads))
+    g, beta = (jax.ShapeDtypeStruct((*tokens, *shape), float32) for shape in ((heads, decays), (heads,)))
+    state = jax.ShapeDtypeStruct((1, heads, 128, 128), float32)
+    arrays = dict(q_BLKH=key, k_BLKH=key, v_BLNP=value, g_BLNE=g, beta_BLN=beta, state_BNHP=state)
+    return dict(arrays, document_BL=jax.ShapeDtypeStruct(tokens, jnp.int32), scale=128**-0.5, chunk=64)
 
 
 DELTA_RULE = registry.Op(

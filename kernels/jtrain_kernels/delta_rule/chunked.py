@@ -8,8 +8,7 @@ from there to token i:
     y = (q e) S + lower(d[i, j] q[i] k[j]) u
     S' = e[last] S + sum over j of (k[j] d[last, j]) u[j]
 
-All decays are exponentials of numbers that are not positive. T and S are float32, operands of matmuls have
-v's dtype, sums are float32.
+Exponents of decays are never positive. T, S and sums are float32, operands of matmuls have v's dtype.
 """
 
 from functools import partial
@@ -49,11 +48,8 @@ def delta_rule(
         token = (q * scale, k, v_BLNP[:, 0].astype(jnp.float32), g_BLNE[:, 0], beta_BLN[:, 0])
         state, y_BNP = delta_rule_token(state, token)
         return y_BNP[:, None].astype(v_BLNP.dtype), state
-
-    def by_key_head(x_BLN: Array) -> Array:
-        return x_BLN.reshape(B, L, K, N // K, *x_BLN.shape[3:])
-
-    arrays = (q_BLKH, k_BLKH, *map(by_key_head, (v_BLNP, g_BLNE, beta_BLN)))
+    by_key_head = (x.reshape(B, L, K, N // K, *x.shape[3:]) for x in (v_BLNP, g_BLNE, beta_BLN))
+    arrays = (q_BLKH, k_BLKH, *by_key_head)
     state = state_BNHP.reshape(B, K, N // K, H, -1)
     state, y_BLKGP = scan_groups(partial(_group, scale), state, document_BL, arrays, shorten_chunk(chunk, L))
     return y_BLKGP.reshape(v_BLNP.shape), state.reshape(state_BNHP.shape)
@@ -78,14 +74,12 @@ def _group(
 
     k_read, q_read = (decayed(x, sum_ZBKGLE, reads_ZBL) for x in (k_ZBKLH, q_ZBKLH))
     k_write = decayed(k_ZBKLH, sum_after(g_ZBKGLE, 4), writes_ZBL)
-    reads_end_ZB = jnp.expand_dims(reads_ZBL[..., -1], (2, 3, 4))
-    keep_ZBKGE = jnp.where(reads_end_ZB, jnp.exp(sum_ZBKGLE[..., -1, :]), 0.0)
+    keep_ZBKGE = jnp.where(reads_ZBL[:, :, -1, None, None, None], jnp.exp(sum_ZBKGLE[..., -1, :]), 0.0)
 
     kk_ZBKGLM, qk_ZBKGLM = decayed_scores(q_ZBKLH, k_ZBKLH, g_ZBKGLE, visible_pairs(document_ZBL))
     system_ZBKGLM = kk_ZBKGLM * beta_ZBKGL[..., None]
     inverse_RLM = invert_unit_lower(system_ZBKGLM.reshape(-1, *system_ZBKGLM.shape[4:]))
-    inverse_ZBKGLM = inverse_RLM.reshape(system_ZBKGLM.shape) * beta_ZBKGL[..., None, :]
-    inverse_ZBKGLM = inverse_ZBKGLM.astype(dtype)
+    inverse_ZBKGLM = (inverse_RLM.reshape(system_ZBKGLM.shape) * beta_ZBKGL[..., None, :]).astype(dtype)
     u_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", inverse_ZBKGLM, v_ZBKGLP)
     w_ZBKGLH = einsum("zbkglm,zbkgmh->zbkglh", inverse_ZBKGLM, k_read).astype(dtype)
 
