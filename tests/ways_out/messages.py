@@ -44,9 +44,8 @@ def messages() -> list[Message]:
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _name(node.func).endswith("Error") and node.args:
-                if _name(node.func) in _kinds():
-                    found.append(Message(path.relative_to(ROOT).as_posix(), node.lineno, _text(node.args[0])))
+            if isinstance(node, ast.Call) and node.args and _name(node.func) in _kinds():
+                found.append(Message(path.relative_to(ROOT).as_posix(), node.lineno, _text(node.args[0])))
     # Without any word of its own a message fits everything.
     return [message for message in found if len(message.text.replace(HOLE, "").split()) > 2]
 

@@ -106,7 +106,9 @@ SCENARIOS: dict[str, list[str]] = {
     "a picture of all schedules": ["plan", "pipeline", "--stages", "4", "--microbatches", "8", "--svg", "a.svg"],
     "times of no config": ["plan", "pipeline", "--stages", "4", "--microbatches", "8", "--device", "h200"],
     "a change of no config": ["plan", "pipeline", "--stages", "4", "--microbatches", "8", "--set", "seed=1"],
-    "two schedules": ["plan", "pipeline", "--stages", "4", "--microbatches", "8", "--schedule", "1f1b", "--csv", "a.csv"],
+    "two schedules": [
+        *("plan", "pipeline", "--stages", "4", "--microbatches", "8", "--schedule", "1f1b", "--csv", "a.csv")
+    ],
     "two machines of a network": ["plan", "network", "--machine", "MACHINE", "--device", "h200"],
     "no devices": ["plan", "--config=tiny", "--device", "h200", "--count", "0"],
     "half a host": ["plan", "--config=tiny", "--device", "h200", "--count", "12"],

@@ -8,7 +8,7 @@ nothing else.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def train(
     sizes: Sizes,
     descent: Descent,
     params: Flat,
-    batches: Sequence[Flat],
+    batches: Sequence[Mapping[str, np.ndarray]],
     rejected: tuple[int, ...] = (),
     *,
     noise: float = 0.0,
