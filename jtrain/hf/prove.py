@@ -232,6 +232,6 @@ def _run(
         model=model,
         # Without clipping, the first moment of the first step is (1 - b1) times the gradient.
         optimizer=AdamW(peak_lr=1e-3, warmup_steps=1, clip_norm=None),
-        data=PackedText(path="", seq_len=columns, global_batch=rows),
+        data=PackedText(path="stdlib", seq_len=columns, global_batch=rows),
         eval=EvalSpec(every_steps=None),
     )

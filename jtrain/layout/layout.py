@@ -349,6 +349,12 @@ def _check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: Precisi
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
     """Places the layers on stages; refuses a model without stacked layers."""
+    if any(info.path.startswith(("first_layers.", "last_layers.")) for info in infos):
+        raise UserError(
+            f"mesh.stage={mesh.stage} cuts a model between repetitions of model.pattern, but this one has layers "
+            "before the first or after the last. Set mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor "
+            "or mesh.replica; or choose model.num_layers so that the pattern ends whole."
+        )
     # One length: all stacked parameters belong to the same layers.
     stacks = {info.shape[0] for info in infos if info.is_stacked}
     if len(stacks) != 1:
