@@ -63,6 +63,17 @@ def test_of_a_long_pattern_one_layer_of_each_kind_is_kept() -> None:
     assert small["attn_layer_indices"] == [1]
 
 
+def test_a_pattern_of_letters_is_cut_with_the_list_that_it_stands_for() -> None:
+    """Mamba, attention and experts without a number of layers: one block of each kind is left of 18."""
+    kinds = ["mamba", "moe", "mamba", "moe", "attention", "moe", "mamba", "mamba", "moe"] * 2
+    full = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"} | dict(layers_block_type=kinds)
+    config = {k: v for k, v in full.items() if k != "layers_block_type"}
+    small = shrink(config | dict(hybrid_override_pattern="MEME*EMME" * 2, num_hidden_layers=18), full)
+    assert small["num_hidden_layers"] == 3
+    assert small["layers_block_type"] == ["mamba", "moe", "attention"]
+    assert small["hybrid_override_pattern"] == "ME*"
+
+
 def test_a_list_that_the_class_derives_is_left_to_it() -> None:
     """The config proved is the one given: only the complete form knows the kinds of its layers."""
     full = LLAMA | dict(layer_types=["window", "full"] * 16, original_max_position_embeddings=8192)

@@ -164,9 +164,10 @@ def _groups(full: dict) -> dict:
 def _layers(config: dict, full: dict) -> dict:
     """The number of layers and every list by layer: the first layers that differ, and one whole period."""
     layers_field = next((field for field in LAYERS if _is_size(full.get(field))), None)
-    if layers_field is None:
+    pattern = full.get("layers_block_type")
+    if layers_field is None and not pattern:
         return {}
-    count = full[layers_field]
+    count = full[layers_field] if layers_field else len(pattern)
     lists = {f: v for f, v in full.items() if isinstance(v, list) and v and not f.endswith("token_id")}
     by_index = {f: v for f, v in lists.items() if _is_index_list(v, count)}
     by_layer = {f: v for f, v in lists.items() if len(v) == count and f not in by_index}
@@ -181,10 +182,14 @@ def _layers(config: dict, full: dict) -> dict:
     ]
     steps = [full[f] for f in INTERVALS if _is_size(full.get(f))]
     rows = _rows(kinds, math.lcm(1, *steps))
-    changes = {layers_field: len(rows)}
+    changes = {field: len(rows) for field in LAYERS if field == layers_field or _is_size(config.get(field))}
     # Lists that the class derives by itself are left to it, since the file that is proved lacks them too.
     is_prefix = rows == list(range(len(rows)))
     changes |= {f: [v[i] for i in rows] for f, v in by_layer.items() if f in config or not is_prefix}
+    letters = {
+        f: v for f, v in config.items() if f.endswith("pattern") and isinstance(v, str) and len(v) == count
+    }
+    changes |= {f: "".join(v[i] for i in rows) for f, v in letters.items()}
     changes |= {f: [k for k, i in enumerate(rows) if i in v] for f, v in by_index.items() if f in config}
     changes |= {f: sum(i < full[f] for i in rows) for f in LEADING if _is_size(full.get(f))}
     if full.get("per_layer_config"):
