@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.checkpoint import folders
-from jtrain.errors import UserError
+from jtrain.errors import AwayError, UserError
 from jtrain.runtime import atomic_io
 from jtrain.runtime.stores import in_store
 
@@ -43,6 +43,10 @@ def gib(size_bytes: int) -> str:
 
 class CheckpointError(UserError):
     """Raised if a checkpoint cannot be written or read; the message names it and the way out."""
+
+
+class CheckpointAwayError(CheckpointError, AwayError):
+    """Raised if a checkpoint cannot be written because the disk is full, or a disk or store does not answer."""
 
 
 class OtherVersionError(CheckpointError):

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jtrain.checkpoint import files, removal
-from jtrain.checkpoint.files import CheckpointError, gib
+from jtrain.checkpoint.files import CheckpointAwayError, CheckpointError, gib
 from jtrain.runtime import multihost
+from jtrain.runtime.atomic_io import tells_away
 from jtrain.runtime.retry import Backoff
-from jtrain.runtime.stores import error_line, in_store
+from jtrain.runtime.stores import error_line, in_store, is_silent_text
 from jtrain.runtime.workdir_lock import WorkdirLock
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Saves:
                 if max_failures == 1
                 else f" {max_failures} saves in a row failed (checkpoint.max_failures={max_failures})."
             )
-            raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
+            raise self._failed(task, f"{self._failure_text(task)}{times}{self._resume_text()}")
         self.say(
             f"WARNING: {self._failure_text(task)} Training goes on, and the next try is after step "
             f"{self._retry_step}: this was failure {self._failures}, and "
@@ -235,7 +236,7 @@ class Saves:
             if self._last is None or failures >= max_failures:
                 self._last = None
                 times = f" It was tried {failures} times." if failures > 1 else ""
-                raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
+                raise self._failed(task, f"{self._failure_text(task)}{times}{self._resume_text()}")
             pause = LAST_RETRY.wait_s(failures)
             self.say(
                 f"WARNING: {self._failure_text(task)} The next try is in {pause:.0f} s, {failures} of "
@@ -306,6 +307,12 @@ class Saves:
         if task.warning is not None:
             self.say(f"WARNING: {task.warning}.")
         return task
+
+    def _failed(self, task: "SaveTask", message: str) -> CheckpointError:
+        # By its text, which all processes have: they must end with one code.
+        reason = task.failure or ""
+        is_away = tells_away(reason) or (in_store(self.folder) and is_silent_text(reason))
+        return (CheckpointAwayError if is_away else CheckpointError)(message)
 
     def _failure_text(self, task: "SaveTask") -> str:
         state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())

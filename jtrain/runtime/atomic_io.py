@@ -88,6 +88,11 @@ _AWAY = {
 }
 
 
+def tells_away(text: str) -> bool:
+    """True if the text of an error, as of a process elsewhere or of TensorStore, tells what `is_away` tests."""
+    return any(os.strerror(code) in text for code in _AWAY)
+
+
 def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:
     """Forces files and the entries of directories to the disk, `_SYNCS` at once.
 

@@ -157,8 +157,13 @@ def store_errors(name: object) -> Iterator[None]:
 def unusable(name: object, error: Exception) -> UserError:
     """Returns the error of a store; an AwayError where it does not answer, which no user can mend."""
     text = error_line(error)
-    is_silent = (isinstance(error, OSError) and is_away(error)) or any(word in text for word in _SILENT)
+    is_silent = (isinstance(error, OSError) and is_away(error)) or is_silent_text(text)
     return (AwayError if is_silent else UserError)(f"{name} cannot be used ({text}). {WAY_OUT}")
+
+
+def is_silent_text(text: str) -> bool:
+    """True if the text of a client's error tells that nobody answered."""
+    return any(word in text for word in _SILENT)
 
 
 _SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "onnection", "imeout", "timed out", "no answer in time")

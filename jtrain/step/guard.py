@@ -113,12 +113,14 @@ def judge_update(
     norm: Float[Array, ""],
     *,
     sigmas: float | None,
+    jumps: tuple[int, ...] = (),
 ) -> tuple[GuardState, dict[str, Array]]:
     """Judges the numbers of a step.
 
     Args:
       step: updates completed before this one, int32.
       sigmas: `GuardSpec.sigmas`.
+      jumps: steps (as `step`) at which the mixture of the data changes all at once: bounds begin anew.
 
     Returns:
       The next state, and metrics: `applied`, True if the update is to be applied; `bounds`, of loss and
@@ -128,7 +130,7 @@ def judge_update(
     number = step + 1
     value_2 = jnp.stack([loss, norm]).astype(jnp.float32)
     # Not finite is always bad: infinite bounds leave `isfinite` as the only test.
-    bound_2 = jnp.full(2, jnp.inf, jnp.float32) if sigmas is None else _bounds(guard, number, sigmas)
+    bound_2 = jnp.full(2, jnp.inf, jnp.float32) if sigmas is None else _bounds(guard, number, sigmas, jumps)
     is_normal = jnp.all(jnp.isfinite(value_2) & (value_2 <= bound_2))
     applied = is_normal & ~jnp.any(guard.left_out == number)
     # NaN marks a column without a value: what is not finite is left out of the medians.
@@ -140,7 +142,9 @@ def judge_update(
     return new, {"applied": applied, "bounds": bound_2, "skipped_updates": skipped}
 
 
-def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[Array, "2"]:
+def _bounds(
+    guard: GuardState, number: Int[Array, ""], sigmas: float, jumps: tuple[int, ...]
+) -> Float[Array, "2"]:
     """Bounds of step `number` from the values of earlier steps; infinite while there are too few.
 
     Example: losses around 2.50 with median 2.50 and MAD 0.01 have a spread of max(1.4826 * 0.01, 0.02 * 2.50)
@@ -151,6 +155,10 @@ def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[A
     recorded = number - 1 - (number - 2 - column) % WINDOW
     # The second term: steps up to `since` that a rollback repeats still use the whole history.
     is_recent = (recorded > guard.since) | (number <= guard.since)
+    if jumps:
+        # Batch k feeds update k + 1, so of a jump at k the first number is k + 1.
+        jump = jnp.asarray(jumps, jnp.int32)
+        is_recent &= recorded > jnp.max(jnp.where(jump < number, jump, 0))
     value_2W = jnp.where(is_recent[None], guard.history, jnp.nan)
     middle = _median(value_2W)
     spread = 1.4826 * _median(jnp.abs(value_2W - middle[:, None]))

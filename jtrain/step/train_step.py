@@ -66,6 +66,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     sigmas: float | None = 6.0,
+    jumps: tuple[int, ...] = (),
     traced: bool = False,
     checksums: bool = False,
     deterministic: Deterministic = "auto",
@@ -79,6 +80,7 @@ def make_train_step(
 
     Args:
       sigmas: `GuardSpec.sigmas`.
+      jumps: as of `guard.judge_update`.
       traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
       checksums: the step also returns the metrics `checksums.METRIC` and `GRADIENT_BITS`, the sums of the
         bits of state and gradients on every device.
@@ -124,7 +126,9 @@ def make_train_step(
                 with jax.named_scope("guard"):
                     assert isinstance(state.guard, GuardState)
                     guard, guard_metrics = judge_update(
-                        state.guard, state.step, metrics["loss_nats"], scalars.grad_norm, sigmas=sigmas
+                        *(state.guard, state.step, metrics["loss_nats"], scalars.grad_norm),
+                        sigmas=sigmas,
+                        jumps=jumps,
                     )
                 # Each leaf selects its old or new value inside its own update: a select out here would hold
                 # two states.

@@ -137,6 +137,7 @@ def train(
             train_step = make_train_step(
                 *(run.model, setup.optimizer, job.layout, mesh),
                 sigmas=run.guard.sigmas,
+                jumps=run.data.mixture.jumps,
                 traced=run.profile.steps is not None,
                 checksums=run.integrity.checksums,
                 deterministic=run.deterministic,

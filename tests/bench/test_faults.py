@@ -2,6 +2,7 @@
 refuses.
 """
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.bench.__main__ import bench
+from jtrain.bench.fault_trials import sequences
 from jtrain.bench.fault_trials.kinds import register_all
 from jtrain.bench.faults import draw_trials
 from tests.processes import program
@@ -64,6 +66,54 @@ def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: 
     assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
 
 
+def test_drawn_sequences_run_and_a_bug_is_shortened_to_the_faults_that_show_it(tmp_path: Path) -> None:
+    """Two sequences of kills, and of a bug that shows after a kill alone: the first has it before, and
+    survives; the second has it twice behind, and one of the two is left out.
+    """
+    arguments = ("--hours", "1", "--trials", "2", "--seed", "177", "--only", "kill-step,litters")
+    done = subprocess.run(
+        program(__file__, "faults_that_fail", *arguments, "--workdir", tmp_path / "trials"),
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^litters:430,kill-step:726 0: survived", done.stdout, re.MULTILINE), done.stdout
+    tried = re.findall(r"^  (\S+): (fails|survived)$", done.stdout, re.MULTILINE)
+    assert tried == [
+        *((part, "survived") for part in ("kill-step:438", "litters:756", "litters:871")),
+        ("kill-step:438,litters:756", "fails"),
+    ]
+    failed = done.stdout[done.stdout.index("kill-step:438,litters:756,litters:871 1: FAILED") :]
+    assert "files that an unbroken run does not leave: ['forgotten.tmp']" in failed
+    assert "python -m jtrain.bench faults --sequence kill-step:438,litters:756 --processes 1" in failed
+    assert "faults of the sequences: litters 3, kill-step 2" in done.stdout
+
+
+def test_a_sequence_is_drawn_read_and_shortened() -> None:
+    """The same for one seed; texts and sequences are each other's; the shortest part that fails is found."""
+    names = ("a", "b", "c")
+    drawn = list(itertools.islice(sequences.draw(names, 3), 50))
+    assert drawn == list(itertools.islice(sequences.draw(names, 3), 50))
+    assert drawn != list(itertools.islice(sequences.draw(names, 4), 50))
+    assert {len(sequence) for sequence in drawn} == {2, 3, 4}
+    assert {fault.name for sequence in drawn for fault in sequence} == set(names)
+    assert [sequences.parse(sequences.shown(sequence), names) for sequence in drawn] == drawn
+
+    tried: list[str] = []
+
+    def fails(part: sequences.FaultSequence) -> bool:
+        tried.append(sequences.shown(part))
+        return [fault.name for fault in part] == ["a", "c"]
+
+    sequence = sequences.parse("b:1,a:2,b:3,c:4", names)
+    assert sequences.shown(sequences.shorten(sequence, fails)) == "a:2,c:4"
+    assert tried[:4] == ["b:1", "a:2", "b:3", "c:4"], "short ones first"
+    assert len(tried) == len(set(tried)) <= 14
+    assert sequences.shorten(sequence, lambda part: False) == sequence
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", (1, 2))
 def test_every_kind_of_fault_is_survived(tmp_path: Path, num_processes: int) -> None:
@@ -93,7 +143,11 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path, num_processes: int) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--trials", "0"), r"--trials 0 must be at least 1"),
+        (("--trials", "0"), r"--trials 0 must be above 0"),
+        (("--hours", "-1"), r"--hours -1\.0 must be above 0"),
+        (("--sequence", "nan-weight:1"), r"--sequence nan-weight:1: no kind of this name can follow others"),
+        (("--sequence", "kill-step"), r"--sequence kill-step: a fault is KIND:NUMBER, such as kill-step:0"),
+        (("--hours", "1", "--only", "flip"), r"--only flip: there is no such kind of fault\."),
         (
             ("--only", "kill-save,kil-step"),
             r"--only kil-step: there is no such kind of fault\. .* kill-step,",

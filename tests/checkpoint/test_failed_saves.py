@@ -1,6 +1,7 @@
 """A save that fails does not end the run: it is said, and tried again; nothing older is deleted meanwhile."""
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,21 @@ import jax
 import pytest
 
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, saving
+from jtrain.errors import AwayError
 from jtrain.runtime import atomic_io
 
 
 class Disk:
     """Fills up while `full`: the commit of a save then fails."""
 
-    full = False
+    full, error = False, errno.ENOSPC
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seal = files.seal
 
         def until_full(path: Path, **kw: Any) -> None:
             if self.full:
-                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+                raise OSError(self.error, os.strerror(self.error), str(path))
             seal(path, **kw)
 
         monkeypatch.setattr(files, "seal", until_full)
@@ -107,11 +109,11 @@ def test_a_failure_found_by_the_next_save_puts_that_one_off(
 
 
 def test_the_last_of_max_failures_ends_the_run(checkpoints: Checkpoints, disk: Disk, said: list[str]) -> None:
-    """The message says from where the same command goes on."""
+    """The message says from where the same command goes on; a full disk is the world's, exit code 77."""
     train(checkpoints, range(64, 65))
     disk.full = True
     with pytest.raises(
-        CheckpointError,
+        AwayError,
         match=(
             r"step 140 .*untouched: steps 64\. 3 saves in a row failed \(checkpoint\.max_failures=3\)\. "
             r"The same command goes on from step 64\."
@@ -120,6 +122,14 @@ def test_the_last_of_max_failures_ends_the_run(checkpoints: Checkpoints, disk: D
         train(checkpoints, range(65, 1000))
     assert len(said) == 2
     assert [path.name for path in checkpoints.folder.iterdir()] == ["64"]
+
+
+def test_a_save_that_fails_for_another_reason_is_the_users(checkpoints: Checkpoints, disk: Disk) -> None:
+    """Exit code 2: a folder without permission stays so, however often the command is tried."""
+    disk.full, disk.error = True, errno.EACCES
+    with pytest.raises(CheckpointError, match="3 saves in a row failed") as failed:
+        train(checkpoints, range(64, 1000))
+    assert not isinstance(failed.value, AwayError)
 
 
 def test_the_save_at_the_end_is_tried_again(

@@ -31,23 +31,28 @@ LONGEST = 2000
 
 
 def run(
-    values: np.ndarray, guard: GuardState | None = None, *, first: int = 0, sigmas: float | None = SIGMAS
+    values: np.ndarray,
+    guard: GuardState | None = None,
+    *,
+    first: int = 0,
+    sigmas: float | None = SIGMAS,
+    jumps: tuple[int, ...] = (),
 ) -> Any:
     """Judges rows of (loss, norm) one after another; returns the last state and stacked metrics."""
     padded = np.zeros((LONGEST, 2), np.float32)
     padded[: len(values)] = values
-    states, found = scanned(first_guard() if guard is None else guard, np.int32(first), padded, sigmas)
+    states, found = scanned(first_guard() if guard is None else guard, np.int32(first), padded, sigmas, jumps)
     guard = jax.tree.map(lambda x: np.asarray(x)[len(values) - 1], states)
     return guard, {name: np.asarray(value)[: len(values)] for name, value in found.items()}
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def scanned(guard: GuardState, first: Any, values: Any, sigmas: float | None) -> Any:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def scanned(guard: GuardState, first: Any, values: Any, sigmas: float | None, jumps: tuple[int, ...]) -> Any:
     """States and metrics after each row; one program for all tests."""
 
     def one(carry: tuple[GuardState, Any], value_2: Any) -> Any:
         guard, step = carry
-        guard, found = judge_update(guard, step, value_2[0], value_2[1], sigmas=sigmas)
+        guard, found = judge_update(guard, step, value_2[0], value_2[1], sigmas=sigmas, jumps=jumps)
         return (guard, step + 1), (guard, found)
 
     return jax.lax.scan(one, (guard, first), values)[1]
@@ -120,6 +125,54 @@ def test_low_losses_have_room_and_their_spikes_are_found(seed: int) -> None:
     spikes = values.copy()
     spikes[1000, 0], spikes[1500, 1] = 0.5, 50.0
     assert np.flatnonzero(~run(spikes)[1]["applied"]).tolist() == [1000, 1500]
+
+
+CORPORA = ("memorised", "bimodal", "fine-tuning", "switching", "clean")
+SWITCHES = (500, 1200)
+SPIKES = (400, 900, 1700)
+"""Steps at which all three kinds of spikes come, outside the 64 steps after a switch."""
+
+
+def series(corpus: str, seed: int) -> np.ndarray:
+    """Loss and norm of 2,000 steps, as a corpus of this kind gives them."""
+    rng = np.random.default_rng(seed)
+    step = np.arange(2000)
+    noise = rng.standard_normal(2000)
+    if corpus == "memorised":
+        loss = rng.uniform(0.001, 0.003, 2000)
+        rare = rng.random(2000) < 0.01
+        loss[rare] = rng.uniform(0.02, 0.047, rare.sum())
+    elif corpus == "bimodal":  # a tenth of the batches is of a source that is twice as hard
+        loss = np.where(rng.random(2000) < 0.1, 3.2, 1.6) * np.exp(0.05 * noise)
+    elif corpus == "fine-tuning":
+        loss = (0.05 + 1.5 * np.exp(-step / 100)) * np.exp(0.2 * noise)
+    elif corpus == "switching":
+        level = np.select([step < SWITCHES[0], step < SWITCHES[1]], [2.0, 3.5], 1.2)
+        loss = level * np.exp(0.03 * noise)
+    else:
+        loss = (2 + 4 * np.exp(-step / 150)) * np.exp(0.03 * noise)
+    norm = 0.5 * loss / np.median(loss) * np.exp(0.4 * rng.standard_normal(2000))
+    return np.stack([loss, norm], axis=1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_no_corpus_loses_a_good_update_and_spikes_are_found(corpus: str, seed: int) -> None:
+    """3 seeds of 5 kinds, 2,000 steps each: 0 skips, and 3 of 3 spikes of each of loss and norm."""
+    jumps = SWITCHES if corpus == "switching" else ()
+    values = series(corpus, seed)
+    assert np.flatnonzero(~run(values, jumps=jumps)[1]["applied"]).tolist() == []
+    for column, size in ((0, 10.0), (1, 1000.0)):
+        spikes = values.copy()
+        spikes[list(SPIKES), column] = size * values[:, column].max()
+        assert np.flatnonzero(~run(spikes, jumps=jumps)[1]["applied"]).tolist() == list(SPIKES)
+
+
+def test_a_switch_that_is_not_announced_costs_updates() -> None:
+    """What the announcement is for: the same series, without it."""
+    skipped = np.flatnonzero(~run(series("switching", 0))[1]["applied"])
+    assert skipped[0] == SWITCHES[0]
+    assert len(skipped) > 30
 
 
 def test_steps_are_left_out_and_bounds_begin_anew_by_number() -> None:

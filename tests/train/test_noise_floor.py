@@ -17,7 +17,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault
-from jtrain.step import train_step
+from jtrain.step import guard, train_step
 from jtrain.train import attempt, loop
 from jtrain.train.bad_steps.bad_steps import BadSteps
 from tests.train.test_bad_steps import SETS, actions, arrays, lines
@@ -41,10 +41,11 @@ class Noise:
         size: float = 0.0,
         faults: dict[int, float] | None = None,
         transient: dict[int, float] | None = None,
+        seed: int = 0,
     ) -> None:
         self.size, self.faults, self.transient = size, faults or {}, transient or {}
         self.went_back = False
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(seed)
         self.fault_of: Callable[[int], float] = self.planted
 
     def planted(self, step: int) -> float:
@@ -85,6 +86,7 @@ def noise() -> Iterator[Noise]:
         return steps[0]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "MIN_HISTORY", 4)  # spikes are found in runs of a few steps
         patch.setattr(train_step, "local_gradients", noisy)
         patch.setattr(BadSteps, "go_back", go_back_noted)
         patch.setattr(attempt, "make_train_step", made_once)
@@ -145,6 +147,42 @@ def test_a_fault_that_does_not_come_again_is_hardware(noise: Noise, tmp_path: Pa
     assert max(files.steps(once / "checkpoints")) == 3
     with pytest.raises(HardwareFault, match=rf"step 5.*gave two results.*{reason}, so a device"):
         train(tmp_path / "large", noise, size=size, transient={5: 100.0}, faults={6: math.nan})
+
+
+RUNS = 20
+"""Runs of each kind of fault and each noise."""
+
+SPIKE = 1e4
+"""Factor of a gradient that no bound lets pass, although Adam's update is as large as with another."""
+
+GRID: dict[str, dict[str, dict[int, float]]] = {
+    "clean": {},
+    "NaN": {"faults": {6: math.nan}},
+    "spike": {"faults": {6: SPIKE}},
+    "flip": {"transient": {6: SPIKE}},
+}
+"""Kind -> factors of the gradients: of the data where they come again, of hardware where they do not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0.0, ULP, 1e-5], ids=["exact", "ulp", "1e-5"])
+@pytest.mark.parametrize("kind", GRID)
+def test_hardware_is_accused_for_real_flips_alone(
+    noise: Noise, tmp_path: Path, size: float, kind: str
+) -> None:
+    """RUNS runs, each with other noise: every flip ends with 76, nothing else does."""
+    accused = []
+    for seed in range(RUNS):
+        workdir = tmp_path / str(seed)
+        try:
+            assert train(workdir, noise, size=size, seed=seed, **GRID[kind]) == 0
+        except HardwareFault:
+            accused.append(seed)
+        found = [step for action, step in actions(workdir) if action == "found"]
+        assert found == [] if kind == "clean" else found[:1] == [6]
+        shutil.rmtree(workdir)
+    print(f"{kind}, noise {size:.0e}: {len(accused)} of {RUNS} runs accused hardware")
+    assert accused == (list(range(RUNS)) if kind == "flip" else [])
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def _fill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any
     chains=True,
 )
 def disk_full(trial: Trial) -> None:
-    """The run ends with a message that names the disk; with room again the same command goes on."""
+    """The run ends with 77 and a message that names the disk; with room again the same command goes on."""
     attempt = _filled_at_a_drawn_step(trial)
     attempt.wait()
     trial.record_end(attempt)

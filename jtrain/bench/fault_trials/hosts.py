@@ -22,6 +22,7 @@ ONE_PROCESS = (1,)
 )
 def late_hosts(trial: Trial) -> None:
     """One trains, and the other is refused with its name."""
+    _start_elsewhere(trial)
     first = trial.start(module=HostSpec("host-a").module)
     end_s = time.monotonic() + trial.rng.uniform(0, trial.reference.first_step_s)
     first.until(lambda: time.monotonic() > end_s, poll_s=0.01)
@@ -49,6 +50,7 @@ def late_hosts(trial: Trial) -> None:
 )
 def host_paused(trial: Trial) -> None:
     """The one that woke writes nothing more, says who has the workdir and ends; the other trains on."""
+    _start_elsewhere(trial)
     paused = trial.start(module=HostSpec("host-a").module)
     stop_step = trial.draw_step(6)
     paused.until(lambda: trial.workdir.last_step() >= stop_step)
@@ -84,6 +86,7 @@ def host_paused(trial: Trial) -> None:
 )
 def host_gone(trial: Trial) -> None:
     """The other one watches for a while whether the first still beats, and takes the workdir over."""
+    _start_elsewhere(trial)
     first = trial.start(module=HostSpec("host-a").module)
     kill_step = trial.draw_step(2)
     first.until(lambda: trial.workdir.last_step() >= kill_step)
@@ -104,6 +107,7 @@ def host_gone(trial: Trial) -> None:
 )
 def clock_jump(trial: Trial) -> None:
     """Nothing depends on it: the run goes on, is killed and is started again with the right time."""
+    _start_elsewhere(trial)
     jump_s = trial.rng.choice((-1, 1)) * trial.rng.uniform(60, 1e6)
     host = HostSpec("host-a", jump_s, after_s=trial.rng.uniform(0, trial.reference.first_step_s + 1))
     trial.result.notes.append(f"clock jumps by {jump_s:.0f} s after {host.after_s:.1f} s")
@@ -115,3 +119,8 @@ def clock_jump(trial: Trial) -> None:
     for path in sorted(trial.workdir.path.rglob("*")):
         os.utime(path, (path.stat().st_atime + jump_s, path.stat().st_mtime + jump_s))
     trial.record_end(attempt)
+
+
+def _start_elsewhere(trial: Trial) -> None:
+    """Has later starts come from one more host, which waits no longer for a holder than these."""
+    trial.module = HostSpec("host-c").module

@@ -6,7 +6,16 @@ from typing import Any
 
 from jtrain.bench.fault_trials.trial import FaultKind, Trial
 
-MODULES = ("kills", "damage", "notes_and_signals", "disks", "supervised", "numbers")
+MODULES = (
+    "kills",
+    "damage",
+    "notes_and_signals",
+    "disks",
+    "supervised",
+    "numbers",
+    "hosts",
+    "commands",
+)
 
 KINDS: dict[str, FaultKind] = {}
 """Name -> kind, in the order of the table."""

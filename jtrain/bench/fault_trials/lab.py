@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jtrain.bench.fault_trials.processes import strays
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, RunRecipe
 from jtrain.bench.fault_trials.workdir import LoggedStep, Workdir
 from jtrain.runtime.exit_codes import DONE
@@ -63,7 +64,7 @@ class FaultLab:
         first_step_s = time.monotonic() - attempt.started_s
         attempt.wait()
         end_s = time.monotonic() - attempt.started_s
-        attempt.strays()
+        strays()
         if set(attempt.codes.values()) != {DONE} or not workdir.logged():
             # Without an unbroken run nothing can be compared, so this is no result of a trial.
             raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
@@ -87,7 +88,7 @@ class FaultLab:
             attempt = recipe.start([workdir.path], folder)
             attempt.until(lambda workdir=workdir: _twice_saved(workdir))
             attempt.kill()
-            attempt.strays()
+            strays()
             # Checked after the kill, when nothing changes any more.
             if _twice_saved(workdir) and not workdir.saving():
                 self._halves[recipe] = workdir.path

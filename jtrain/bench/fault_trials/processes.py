@@ -241,13 +241,14 @@ class TrialAttempt:
         """Returns what all processes printed."""
         return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
-    def strays(self) -> list[str]:
-        """Waits for the end of all started processes; names those that stay, and kills them."""
-        end_s = time.monotonic() + ENDED_S
-        # Helpers need a moment to notice that their training has ended.
-        while (below := descendants()) and time.monotonic() < end_s:
-            reap()
-            time.sleep(0.01)  # as in `end_descendants`
-        names = [f"{name} ({pid})" for pid, name in below.items()]
-        end_descendants()
-        return names
+
+def strays() -> list[str]:
+    """Waits for the end of all processes below this one; names those that stay, and kills them."""
+    end_s = time.monotonic() + ENDED_S
+    # Helpers need a moment to notice that their training has ended.
+    while (below := descendants()) and time.monotonic() < end_s:
+        reap()
+        time.sleep(0.01)  # as in `end_descendants`
+    names = [f"{name} ({pid})" for pid, name in below.items()]
+    end_descendants()
+    return names

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.bench.fault_trials.lab import FaultLab
-from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants
+from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants, strays
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, NUM_STEPS
-from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
+from jtrain.bench.fault_trials.workdir import StateBefore, Workdir, resumed_from
 from jtrain.runtime.exit_codes import AWAY, DONE, FAULTY_HARDWARE, REFUSED, STOPPED
 
 MOST_ATTEMPTS = 4
@@ -102,32 +102,6 @@ class FaultResult:
         return f"sequences of {self.kind.count(':')}" if ":" in self.kind else self.kind
 
 
-@dataclasses.dataclass(frozen=True)
-class StateBefore:
-    """Workdir as a start finds it.
-
-    part: kind of a sequence that starts it.
-    due_step: newest step up to `logged_step` whose save may have begun: a save under way delays others.
-    newest: highest step that any folder is named after.
-    """
-
-    part: int
-    logged_step: int
-    committed: int
-    due_step: int
-    newest: int
-
-    @classmethod
-    def of(cls, workdir: Workdir, part: int) -> "StateBefore":
-        logged_step = workdir.last_step()
-        under_way = [
-            int(path.name.partition(".")[0]) for path in workdir.saving() if path.name[:1].isdecimal()
-        ]
-        due_step = min([logged_step // EVERY_STEPS * EVERY_STEPS, *under_way])
-        committed = max(workdir.committed(), default=0)
-        return cls(part, logged_step, committed, due_step, workdir.newest_folder())
-
-
 class Trial:
     """Folder, command and random numbers of one trial.
 
@@ -205,8 +179,7 @@ class Trial:
 
     def record_end(self, attempt: TrialAttempt) -> None:
         """Notes what an ended attempt said and left."""
-        for name in attempt.strays():
-            self.wrong(f"a process stayed behind: {name}")
+        self.check_strays()
         text = attempt.text()
         self.output += text
         for index, code in attempt.codes.items():
@@ -214,6 +187,11 @@ class Trial:
             if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE, AWAY):
                 self.wrong(f"process {index} ended with {code}: {_last_lines(attempt.logs[index])}")
         self._check_resumed(attempt, text)
+
+    def check_strays(self) -> None:
+        """Waits for the end of all processes below the harness; notes those that stay."""
+        for name in strays():
+            self.wrong(f"a process stayed behind: {name}")
 
     def wrong(self, text: str) -> None:
         """Notes something wrong."""

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from jtrain.bench.fault_trials import processes
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS
 from jtrain.checkpoint import files
 from jtrain.telemetry import metrics
 
@@ -109,6 +110,32 @@ class Workdir:
         # In a fork: reading starts JAX's backend, which the harness must not have.
         text = processes.in_fork(lambda: _print_digests(self.checkpoints / str(step) / files.STATE), log)
         return json.loads(text.splitlines()[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBefore:
+    """Workdir as a start finds it.
+
+    part: kind of a sequence that starts it.
+    due_step: newest step up to `logged_step` whose save may have begun: a save under way delays others.
+    newest: highest step that any folder is named after.
+    """
+
+    part: int
+    logged_step: int
+    committed: int
+    due_step: int
+    newest: int
+
+    @classmethod
+    def of(cls, workdir: Workdir, part: int) -> "StateBefore":
+        logged_step = workdir.last_step()
+        under_way = [
+            int(path.name.partition(".")[0]) for path in workdir.saving() if path.name[:1].isdecimal()
+        ]
+        due_step = min([logged_step // EVERY_STEPS * EVERY_STEPS, *under_way])
+        committed = max(workdir.committed(), default=0)
+        return cls(part, logged_step, committed, due_step, workdir.newest_folder())
 
 
 def resumed_from(text: str) -> int | None:

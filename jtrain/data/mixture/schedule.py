@@ -42,6 +42,13 @@ class Schedule(abc.ABC):
         """
         return ()
 
+    @property
+    def jumps(self) -> tuple[int, ...]:
+        """Steps whose shares are others, all at once, than those of the step before; those of a function are
+        not known.
+        """
+        return ()
+
     @abc.abstractmethod
     def describe(self, step: int) -> str:
         """Describes the shares at `step` for logs."""
@@ -111,6 +118,10 @@ class Staged(Schedule):
 
     def later(self, step: int) -> Points:
         return tuple(stage for stage in self.stages if stage[0] > step)
+
+    @property
+    def jumps(self) -> tuple[int, ...]:
+        return tuple(step for step, _ in self.stages[1:])
 
     def describe(self, step: int) -> str:
         first, weights = self._stage(step)

@@ -1,4 +1,4 @@
-"""`jtrain bench faults` with two more kinds of trial, each of which must be found to fail."""
+"""`jtrain bench faults` with more kinds of trial: two must be found to fail, and one after a kill."""
 
 import shutil
 import sys
@@ -26,6 +26,13 @@ def forgets(trial: Any) -> None:
 def diverges(trial: Any) -> None:
     """Runs with another seed."""
     trial.recipe = trial.recipe.changed("seed=1")
+
+
+@kinds.fault("litters", "a file stays in the workdir of a run that was broken before", chains=True)
+def litters(trial: Any) -> None:
+    """Leaves nothing in a workdir where nothing has run yet."""
+    if trial.workdir.path.exists():
+        (trial.workdir.path / "forgotten.tmp").touch()
 
 
 sys.exit(bench(["faults", *sys.argv[1:]]))
