@@ -7,7 +7,6 @@ the only communication is explicit. Over `tensor`, the residual stream is split 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -20,6 +19,7 @@ from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec, Rotation
 from jtrain.model.block import Block, Blocks, BlockSpec
+from jtrain.model.embedding import embedding_rows
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import MLPSpec
@@ -29,7 +29,7 @@ from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import block_in_groups
 from jtrain.model.sizes import ModelSizes
-from jtrain.model.tensor_parallel import TensorAxis, scatter_sequence
+from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
 type SharedValues = tuple[tuple[tuple[Array, Array], ...], Array]
@@ -227,10 +227,10 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             # The table's columns are split: each device looks up its own, and none gathers the table.
             if placement.lookup is not None:
-                x_BLD = _embed(params["embed_VD"], token_BL, placement, placement.lookup)
+                x_BLD = embedding_rows(params["embed_VD"], token_BL, placement, placement.lookup)
             else:
                 table_VD = placement.fetch("embed_VD", params["embed_VD"])
-                x_BLD = _embed(table_VD, token_BL, placement, ops.embedding_lookup)
+                x_BLD = embedding_rows(table_VD, token_BL, placement, ops.embedding_lookup)
             return x_BLD if self.embedding_scale == 1 else x_BLD * self.embedding_scale
 
     @property
@@ -390,22 +390,3 @@ class Transformer(nnx.Module):
         placement = single_device(dtype)
         x_BLD = self.hidden(params, batch, placement)
         return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
-
-
-def _embed(
-    table_VD: Float[Array, "_ _"],
-    token_BL: Int[Array, "B L"],
-    placement: Placement,
-    lookup: Callable[[Array, Array], Array],
-) -> Float[Array, "B _ D"]:
-    """Embedding rows of the tokens; each device adds the rows of its block of the vocabulary."""
-    # Stage is the outer axis: a pipeline splits V over stages first, then over `tensor`.
-    axis, shards = placement.vocabulary.values()
-    if shards == 1:
-        return lookup(table_VD, token_BL)
-    rows = table_VD.shape[0]
-    local_BL = token_BL - jax.lax.axis_index(axis) * rows
-    mine_BL = (local_BL >= 0) & (local_BL < rows)
-    # Row 0 for tokens of other devices, masked below: exactly one device has a term for each token.
-    x_BLD = lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
-    return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), placement.tensor)

@@ -1,0 +1,29 @@
+"""Rows of an embedding that is split by rows over `tensor`, or in a pipeline over `stage` and `tensor`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain.model.forward_placement import Placement
+from jtrain.model.tensor_parallel import scatter_sequence
+
+
+def embedding_rows(
+    table_VD: Float[Array, "_ _"],
+    token_BL: Int[Array, "B L"],
+    placement: Placement,
+    lookup: Callable[[Array, Array], Array],
+) -> Float[Array, "B _ D"]:
+    """Embedding rows of the tokens; each device adds the rows of its block of the vocabulary."""
+    # Stage is the outer axis: a pipeline splits V over stages first, then over `tensor`.
+    axis, shards = placement.vocabulary.values()
+    if shards == 1:
+        return lookup(table_VD, token_BL)
+    rows = table_VD.shape[0]
+    local_BL = token_BL - jax.lax.axis_index(axis) * rows
+    mine_BL = (local_BL >= 0) & (local_BL < rows)
+    # Row 0 for tokens of other devices, masked below: exactly one device has a term for each token.
+    x_BLD = lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
+    return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), placement.tensor)
