@@ -183,12 +183,17 @@ def worst_gradient(compared: str, got: dict[str, np.ndarray], want: dict[str, np
     return Check(compared, "gradients", differences[worst], PEER, worst)
 
 
-def against_one_device(model: Transformer, params: Params, arrays: dict[str, np.ndarray]) -> Iterator[Check]:
+def against_one_device(
+    model: Transformer,
+    params: Params,
+    arrays: dict[str, np.ndarray],
+    layouts: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = LAYOUTS,
+) -> Iterator[Check]:
     """Compares the first step of every layout with that of one device."""
     trainer = Trainer(_run(model, arrays, {}, {}))
     first_state = trainer.first_state(params)
     want = trainer.train([arrays], first_state)
-    for name, (axes, fields) in LAYOUTS.items():
+    for name, (axes, fields) in layouts.items():
         try:
             run = _run(model, arrays, axes, fields)
             validate(run)

@@ -264,8 +264,8 @@ def make_layout(
     split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if stage_layout else ("tensor",)}
     for info in infos:
         dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
-        # Only kernels of key and value heads are shared; query heads always split evenly.
-        devices_per_head = shared_by if "K" in info.dims else 1
+        # Only kernels of key and value heads are shared; query heads always split evenly, vectors are whole.
+        devices_per_head = shared_by if "K" in info.dims and info.is_matrix else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.norm import Norm, NormSpec
-from jtrain.model.param import vector, weight
+from jtrain.model.param import aligned, vector, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
@@ -117,7 +117,7 @@ class Attention(nnx.Module):
         q_BLNH, k_BLKH, v_BLKH, *gate = tensor.project_in(x_BLD, *kernels)
         if self.spec.bias != "none":
             q_BLNH, k_BLKH, v_BLKH = (
-                x + local_part(bias[...], x.shape[2]).astype(x.dtype)
+                x + aligned(local_part(bias[...], x.shape[2]), x)
                 for x, bias in zip(
                     (q_BLNH, k_BLKH, v_BLKH), (self.q_bias_NH, self.k_bias_KH, self.v_bias_KH), strict=True
                 )
@@ -152,7 +152,7 @@ class Attention(nnx.Module):
         if scale_NH.shape[0] != heads:
             square_BL11, count = jax.lax.psum(square_BL11, "tensor"), count * jax.lax.axis_size("tensor")
         inverse_BL11 = jax.lax.rsqrt(square_BL11 / count + self.eps)
-        return (x32 * inverse_BL11 * local_part(scale_NH, heads).astype(jnp.float32)).astype(x_BLNH.dtype)
+        return (x32 * inverse_BL11 * aligned(local_part(scale_NH, heads), x32)).astype(x_BLNH.dtype)
 
     def __call__(
         self,
@@ -184,7 +184,7 @@ class Attention(nnx.Module):
             y_BLNH *= jax.nn.sigmoid(gate_BLNH.astype(jnp.float32)).astype(y_BLNH.dtype)
         y_BLD = tensor.project_out(y_BLNH, self.o_NHD[...])
         # Once, at the positions that this device keeps of the sum.
-        return y_BLD + self.o_bias_D[...].astype(y_BLD.dtype) if self.spec.bias == "all" else y_BLD
+        return y_BLD + aligned(self.o_bias_D[...], y_BLD) if self.spec.bias == "all" else y_BLD
 
 
 _UNSCALED = NormSpec(scale="none")

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jtrain.model import ops
-from jtrain.model.param import vector, weight
+from jtrain.model.param import aligned, vector, weight
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
 
@@ -67,13 +67,13 @@ class MLP(nnx.Module):
             wide_BLF = gated(gate_BLF, up_BLF, self.spec.activation)
         y_BLD = tensor.project_out(wide_BLF, self.down_FD[...])
         # Once, at the positions that this device keeps of the sum.
-        return y_BLD + self.down_bias_D[...].astype(y_BLD.dtype) if self.spec.bias else y_BLD
+        return y_BLD + aligned(self.down_bias_D[...], y_BLD) if self.spec.bias else y_BLD
 
     def _biased(self, wide_BLF: Float[Array, "B L F"], name: str) -> Float[Array, "B L F"]:
         if not self.spec.bias:
             return wide_BLF
         bias_F = getattr(self, f"{name}_bias_F")[...]
-        return wide_BLF + local_part(bias_F, wide_BLF.shape[-1]).astype(wide_BLF.dtype)
+        return wide_BLF + aligned(local_part(bias_F, wide_BLF.shape[-1]), wide_BLF)
 
 
 def activate(x: Float[Array, "*dims"], activation: Activation) -> Float[Array, "*dims"]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jtrain.model import ops
-from jtrain.model.param import vector
+from jtrain.model.param import aligned, vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Norm(nnx.Module):
         x32 = x.astype(jnp.float32)
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         y32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        y32 *= self.scale(x).astype(jnp.float32)
+        y32 *= aligned(self.scale(x), y32)
         if self.spec.bias:
-            y32 += getattr(self, f"bias_{self.dims}")[...].astype(jnp.float32)
+            y32 += aligned(getattr(self, f"bias_{self.dims}")[...], y32)
         return y32.astype(x.dtype)

@@ -41,6 +41,11 @@ def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) ->
     return _param(dims, shape, layers, init="ones" if ones else "zeros", std=0.0)
 
 
+def aligned(vector: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A vector with as many dimensions as x, to be added to its last ones or multiplied with them, in x's dtype."""
+    return vector.astype(x.dtype).reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
+
+
 def _param(
     dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0
 ) -> nnx.Param[Any]:

@@ -132,7 +132,7 @@ def route(
     # The k largest logits, not probabilities: distinct logits may round to equal probabilities.
     choice_BLX = jax.lax.stop_gradient(logits_BLX if softmax and bias_X is None else score_BLX)
     if bias_X is not None:
-        choice_BLX += jax.lax.stop_gradient(bias_X.astype(jnp.float32))
+        choice_BLX += jax.lax.stop_gradient(bias_X.astype(jnp.float32))[None, None]
     _, expert_BLS = jax.lax.top_k(_of_best_groups(choice_BLX, spec), spec.top_k)
     weight_BLS = jnp.take_along_axis(score_BLX, expert_BLS, axis=-1)
     if spec.normalize_top_k:

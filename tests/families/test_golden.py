@@ -7,6 +7,7 @@ alone.
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import family_in, model_from_config
 from jtrain.hf.peers.draw import batches, draw, summary
 from jtrain.hf.prove import PEER, SMALL, compute
+from jtrain.model.families import FAMILIES
 from jtrain.model.transformer import Transformer
 
 HERE = Path(__file__).parent
@@ -45,6 +47,13 @@ def test_the_families_that_are_missing_are_those_on_the_list() -> None:
     """Every config is imported, or refused by a UserError and listed in not_yet.txt; all have arrays."""
     assert sorted(name for name in CONFIGS if build(name) is None) == sorted(NOT_YET)
     assert {path.stem for path in (HERE / "golden").iterdir()} == set(CONFIGS)
+
+
+def test_the_docs_list_every_family() -> None:
+    """And none that is not there."""
+    text = (HERE.parents[1] / "docs" / "models.md").read_text()
+    listed = text[text.index("## Families") : text.index("Each is one reading")]
+    assert sorted(re.findall(r"`([a-z0-9_]+)`", listed)) == sorted([*FAMILIES, "export", "model_type"])
 
 
 @functools.cache

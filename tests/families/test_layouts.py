@@ -1,0 +1,72 @@
+"""Patterns of unlike blocks on layouts against one device: every primitive of a block is split over some axis."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.hf.peers.draw import batches
+from jtrain.hf.prove import against_one_device
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
+from jtrain.model.mlp import MLPSpec
+from jtrain.model.norm import NormSpec
+from jtrain.model.param import init_params
+from jtrain.model.rope import RopeSpec, YarnScaling
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+
+SIZES: dict[str, Any] = dict(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=64)
+MOE = MoESpec(
+    num_experts=4,
+    top_k=2,
+    d_ff=16,
+    shared_experts=1,
+    shared_gate=True,
+    score="sigmoid",
+    correction_bias=True,
+    num_groups=2,
+    top_groups=1,
+    weight_scale=2.5,
+)
+YARN = RopeSpec(scaling=YarnScaling(4.0, 16, 1.1), rotated_share=0.5)
+PATTERN = (
+    BlockSpec(AttentionSpec(bias="all", qk_norm="all", rope=YARN, scale=0.2), MOE, norms="sandwich"),
+    BlockSpec(
+        AttentionSpec(rope=None, gate=True, qk_norm="unscaled"),
+        MLPSpec(activation="gelu_tanh", gated=False, bias=True),
+        norms="parallel",
+        residual_scale=0.5,
+    ),
+)
+FIRST = (BlockSpec(AttentionSpec(window=8), MLPSpec(d_ff=48), norms="after"),)
+
+
+def drawn(model: Transformer) -> Any:
+    """Weights of which none is one or zero."""
+    params = init_params(model.param_infos(), seed=1, dtype="float32")
+    key = iter(jax.random.split(jax.random.key(0), 200))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
+
+
+def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
+    """Loss and gradients of the first step, with layers before, in and after the pattern."""
+    model = Transformer(
+        num_layers=4,
+        **SIZES,
+        pattern=PATTERN,
+        first=FIRST,
+        norm=NormSpec(scale="one_plus"),
+        embedding_scale=3.0,
+        logit_scale=0.5,
+    )
+    assert (model.num_periods, len(model.last)) == (1, 1)
+    arrays = {name: np.asarray(array[:, :64]) for name, array in batches(0, 64)["packed"].items()}
+    layouts: Any = {
+        "tensor": (dict(tensor=4), dict(zero_stage=0)),
+        "many": (dict(data=2, expert=2, tensor=2), dict(zero_stage=3, remat="full")),
+    }
+    checks = list(against_one_device(model, jax.tree.map(jnp.asarray, drawn(model)), arrays, layouts))
+    assert [check.compared for check in checks] == ["tensor", "tensor", "many", "many"]
+    assert all(check.is_equal for check in checks), checks
