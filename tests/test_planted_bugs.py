@@ -82,8 +82,8 @@ BUGS = {
     ),
     "groups of sequences: documents of the first group for all": Bug(
         "jtrain/model/sequence_groups.py",
-        "in (x_BLD, cos_BLR, sin_BLR, segment_BL)]",
-        "in (x_BLD, cos_BLR, sin_BLR, jnp.tile(segment_BL[: len(segment_BL) // groups], (groups, 1)))]",
+        "in (x_BLD, *rotation, segment_BL)]",
+        "in (x_BLD, *rotation, jnp.tile(segment_BL[: len(segment_BL) // groups], (groups, 1)))]",
         "tests/step/test_tensor_overlap.py::test_groups_of_sequences_are_not_a_model",
     ),
     # One block, chunk or slice hides these.

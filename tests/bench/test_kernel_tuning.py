@@ -77,7 +77,7 @@ def test_wrong_options_are_refused() -> None:
         ),
         (
             ["--explain", "rope", "--device", "mi300x", "--config=llama8b"],
-            r"the mesh has 8 devices, .* no compiler for 8 x mi300x\. .*--set mesh\.data=8.* h100, h200, "
+            r"the mesh has 1 devices, .* no compiler for 1 x mi300x\. .*--set mesh\.data=8.* h100, h200, "
             r"b200, v4",
         ),
     ):

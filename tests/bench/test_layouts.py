@@ -191,6 +191,7 @@ def test_every_option_of_the_layout_is_drawn() -> None:
         "layout.remat_save",  # with layout.remat
         "layout.offload",  # its fields
         "layout.auto",  # chooses settings, and is none
+        "layout.microbatch_tokens",  # chooses layout.microbatches
         "layout.offload.unified_memory",  # a CUDA driver's
     }
     assert fields - set(FACTORS) == elsewhere

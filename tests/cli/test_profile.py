@@ -167,7 +167,7 @@ def test_a_workdir_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--workdir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {tmp_path} holds no profile: there is no {tmp_path}/profile/<step>.")
-    assert "--set profile.steps=(20,25)" in err
+    assert "--with profile --workdir" in err
     assert err.count("\n") == 1
 
 

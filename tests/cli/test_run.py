@@ -166,10 +166,9 @@ def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
                 name,
                 word,
             )
-            prints_a_table = name in {"profile", "checkpoint", "data", "plan"} and word not in {
-                "export",
-                "sample",
-            }
+            prints_a_table = (name, word) == ("hf", "prove") or (
+                name in {"profile", "checkpoint", "data", "plan"} and word not in {"export", "sample"}
+            )
             assert ("--json" in options) == prints_a_table, (name, word)
 
 

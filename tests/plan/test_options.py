@@ -28,6 +28,7 @@ from tests.layouts import layout_from
 PLAN = Path(__file__).parents[2] / "jtrain" / "plan"
 
 KNOW = {
+    "from_run.py": "a search chooses the microbatches itself, whatever layout.microbatch_tokens says",
     "estimate/machine.py": "host memory that the driver pages from is memory of the device",
     "estimate/peak_memory.py": "copies that compilers make under a ZeRO stage, in closed form",
     "pipeline_choice.py": "a pipeline is compared with ZeRO-3 alone",

@@ -17,7 +17,7 @@ NEUTRAL = frozenset({
     "max_position_embeddings", "model_max_length", "model_type", "num_labels", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "prefix",
     "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype",
-    "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    "torchscript", "transformers_version", "trust_remote_code", "unsloth_fixed", "unsloth_version", "use_cache",
     "use_return_dict",
 })
 # fmt: on

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 UNPICKLERS = {
     "jtrain/data/plane/data_plane.py": "from the loop's own child process, over its pipe",
+    "jtrain/hf/peers/reference.py": "nothing: `model.eval()` of torch turns dropout off",
 }
 """Modules that unpickle, and where the bytes come from: never from a file."""
 
