@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.config.load import load_config
+from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import Run, build_run
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.compile.compiled_waits import compiled_timeline
@@ -153,8 +153,10 @@ def _error(planned: float, actual: float) -> float:
 
 
 def program_run(program: PlannedProgram) -> Run:
-    """The config of a program with its settings."""
-    return build_run(load_config(program.config, (), program.sets.split()))
+    """The config of a program with its settings, on 8 devices where it does not say how many."""
+    config = load_config(program.config, (), program.sets.split())
+    for_devices(config, 8)
+    return build_run(config)
 
 
 def program_job(program: PlannedProgram) -> Job:

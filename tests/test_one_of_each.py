@@ -144,7 +144,12 @@ ROWS = (
         saying("times in a row without making a batch"),
     ),
     Row("Python files of the user", "runtime/user_code.py", calling("spec_from_file_location")),
-    Row("command lines", "cli/run.py", importing("argparse"), besides=("bench/__main__.py", "hf/peers/reference.py")),
+    Row(
+        "command lines",
+        "cli/run.py",
+        importing("argparse"),
+        besides=("bench/__main__.py", "hf/peers/reference.py"),
+    ),
     Row("tables on a terminal", "report/terminal.py", importing("rich", "table")),
 )
 

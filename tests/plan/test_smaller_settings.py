@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jtrain.cli.plan import main
-from jtrain.config.load import load_config
+from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
 from jtrain.plan.estimate.machine import make_machine
@@ -54,7 +54,10 @@ def checked(name: str, device: str, count: int, host_gib: int | None, sets: list
     Raises:
       UserError: the settings are wrong, whatever the devices.
     """
-    run: Run = build_run(load_config(name, sets=sets))
+    config = load_config(name, sets=sets)
+    if config.mesh.data == "auto":
+        for_devices(config, count)
+    run: Run = build_run(config)
     machine = make_machine(device, count, host_memory_bytes=None if host_gib is None else host_gib * 2**30)
     if "as_needed" in layout_settings(run.layout).values():  # as `auto_layout.choose_layout` does
         run = dataclasses.replace(run, layout=resolve_as_needed(search_task(run, machine), run.mesh))
