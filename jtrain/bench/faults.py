@@ -49,9 +49,9 @@ OPTIONS = (
 def run(args: Options) -> Iterator[Row]:
     """Runs the trials one after another; prints a line for each, then a table; yields rows for `--json`."""
     from jtrain.bench.fault_trials import processes, recipe, sequences, table  # lazy: they import jax
-    from jtrain.bench.fault_trials.kinds import register_all
+    from jtrain.bench.fault_trials.kinds import FaultResult, register_all
     from jtrain.bench.fault_trials.lab import FaultLab
-    from jtrain.bench.fault_trials.trial import FaultResult, inject_and_compare
+    from jtrain.bench.fault_trials.trial import inject_and_compare
     from jtrain.runtime.platform import ACCELERATOR_FILES
 
     kinds = register_all()
@@ -66,9 +66,9 @@ def run(args: Options) -> Iterator[Row]:
     counts = {name: kind.processes for name, kind in kinds.items() if kind.chains or not in_sequences}
     names = choose_kinds(args.only, counts, args.processes)
     if args.sequence is not None:
-        drawn = iter([sequences.parse(args.sequence, names)])
+        drawn = iter([sequences.parse(args.sequence, {name: kinds[name] for name in names})])
     elif args.hours is not None:
-        drawn = sequences.draw(names, args.seed)
+        drawn = sequences.draw({name: kinds[name] for name in names}, args.seed)
     else:
         drawn = None
     folder = make_folder(args.workdir)

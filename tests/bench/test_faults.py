@@ -14,7 +14,7 @@ import pytest
 
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials import sequences
-from jtrain.bench.fault_trials.kinds import register_all
+from jtrain.bench.fault_trials.kinds import FaultKind, register_all
 from jtrain.bench.faults import draw_trials
 from tests.processes import program
 
@@ -93,13 +93,26 @@ def test_drawn_sequences_run_and_a_bug_is_shortened_to_the_faults_that_show_it(t
 
 def test_a_sequence_is_drawn_read_and_shortened() -> None:
     """The same for one seed; texts and sequences are each other's; the shortest part that fails is found."""
-    names = ("a", "b", "c")
-    drawn = list(itertools.islice(sequences.draw(names, 3), 50))
-    assert drawn == list(itertools.islice(sequences.draw(names, 3), 50))
-    assert drawn != list(itertools.islice(sequences.draw(names, 4), 50))
+    names = ("a", "b", "c", "on-disk", "in-store")
+    kinds = {
+        name: FaultKind(
+            name,
+            "nothing happens",
+            lambda trial: None,
+            on_disk=name == "on-disk",
+            in_store=name == "in-store",
+        )
+        for name in names
+    }
+    drawn = list(itertools.islice(sequences.draw(kinds, 3), 50))
+    assert drawn == list(itertools.islice(sequences.draw(kinds, 3), 50))
+    assert drawn != list(itertools.islice(sequences.draw(kinds, 4), 50))
     assert {len(sequence) for sequence in drawn} == {2, 3, 4}
     assert {fault.name for sequence in drawn for fault in sequence} == set(names)
-    assert [sequences.parse(sequences.shown(sequence), names) for sequence in drawn] == drawn
+    assert not any("on-disk" in text and "in-store" in text for text in map(sequences.shown, drawn))
+    assert [sequences.parse(sequences.shown(sequence), kinds) for sequence in drawn] == drawn
+    with pytest.raises(ValueError, match="on-disk needs a workdir on a disk, the others one in a store"):
+        sequences.parse("on-disk:0,in-store:0", kinds)
 
     tried: list[str] = []
 
@@ -107,7 +120,7 @@ def test_a_sequence_is_drawn_read_and_shortened() -> None:
         tried.append(sequences.shown(part))
         return [fault.name for fault in part] == ["a", "c"]
 
-    sequence = sequences.parse("b:1,a:2,b:3,c:4", names)
+    sequence = sequences.parse("b:1,a:2,b:3,c:4", kinds)
     assert sequences.shown(sequences.shorten(sequence, fails)) == "a:2,c:4"
     assert tried[:4] == ["b:1", "a:2", "b:3", "c:4"], "short ones first"
     assert len(tried) == len(set(tried)) <= 14

@@ -34,8 +34,8 @@ def kill_evaluation(trial: Trial) -> None:
 
 
 def _is_evaluated(trial: Trial, step: int) -> bool:
-    file = trial.workdir.path / metrics.FILE
-    return any(line.get("step") == step and "loss_nats" not in line for line in metrics.read(file))
+    lines = metrics.read(trial.workdir.metrics_file)
+    return any(line.get("step") == step and "loss_nats" not in line for line in lines)
 
 
 @fault("kill-prepare", "`jtrain data prepare` is killed up to three times", processes=(1,), chains=True)

@@ -58,6 +58,7 @@ def _damages(damage_name: str) -> None:
         lost_steps=EVERY_STEPS,
         leaves=LEAVES,
         chains=True,
+        on_disk=True,
     )
     def damage(trial: Trial) -> None:
         newest = _newest_of_several(trial)
@@ -76,7 +77,12 @@ for _damage_name in DAMAGES:
 
 
 @fault(
-    "no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS, leaves=LEAVES, chains=True
+    "no-manifest",
+    "the newest checkpoint has no manifest",
+    lost_steps=EVERY_STEPS,
+    leaves=LEAVES,
+    chains=True,
+    on_disk=True,
 )
 def no_manifest(trial: Trial) -> None:
     """A run that falls back has to say so."""

@@ -103,6 +103,7 @@ def _free(folder: Path) -> None:
     lines_lost=True,
     processes=(1, 2),
     chains=True,
+    on_disk=True,
 )
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
@@ -119,6 +120,7 @@ def disk_full_briefly(trial: Trial) -> None:
     lines_lost=True,
     processes=(1, 2),
     chains=True,
+    on_disk=True,
 )
 def disk_full_save(trial: Trial) -> None:
     """The save is tried again, or the next one takes its place."""
@@ -136,6 +138,7 @@ def disk_full_save(trial: Trial) -> None:
     lines_lost=True,
     processes=(1, 2),
     chains=True,
+    on_disk=True,
 )
 def disk_full_purge(trial: Trial) -> None:
     """The deletion makes room by itself, and the training goes on."""
@@ -161,6 +164,7 @@ def _fill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any
     lost_steps=NUM_STEPS,
     processes=(1, 2),
     chains=True,
+    on_disk=True,
 )
 def disk_full(trial: Trial) -> None:
     """The run ends with 77 and a message that names the disk; with room again the same command goes on."""

@@ -26,6 +26,10 @@ ENDED_S = 20.0
 """Time in which the processes that a training has started must end after it, before they count as stray."""
 
 
+NOT_OF_TRAININGS: set[int] = set()
+"""Servers of the harness, whose processes are no training's."""
+
+
 class StillRunning(Exception):
     """A training neither ended nor reached what was waited for within the time limit."""
 
@@ -58,7 +62,7 @@ def descendants(root: int | None = None) -> dict[int, str]:
         children_of = children.get(parents.pop(), [])
         pids += children_of
         parents += children_of
-    return {pid: names[pid] for pid in pids if pid in names}
+    return {pid: names[pid] for pid in pids if pid in names and pid not in NOT_OF_TRAININGS}
 
 
 def end_descendants() -> None:

@@ -51,7 +51,7 @@ class RunRecipe:
         devices = self.emulated if emulated is None else emulated
         return dataclasses.replace(self, sets=(*self.sets, *sets), emulated=devices)
 
-    def argv(self, workdir: Path, *extra_arguments: str) -> list[str]:
+    def argv(self, workdir: Path | str, *extra_arguments: str) -> list[str]:
         """Returns the arguments after `python -m jtrain.launch`."""
         flags = [f"--config={self.config}"]
         flags += [part for name in self.fiddlers for part in ("--with", name)]
@@ -61,7 +61,7 @@ class RunRecipe:
             flags += ["--emulate-devices", str(self.emulated)]
         return [*flags, *extra_arguments]
 
-    def command(self, workdir: Path, *extra_arguments: str) -> str:
+    def command(self, workdir: Path | str, *extra_arguments: str) -> str:
         """Returns the command as a user types it."""
         start = (
             "python -m jtrain.launch"
@@ -72,7 +72,7 @@ class RunRecipe:
 
     def start(
         self,
-        workdirs: Sequence[Path],
+        workdirs: Sequence[Path | str],
         logs: Path,
         *extra_arguments: str,
         imported: bool = True,

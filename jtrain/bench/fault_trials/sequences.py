@@ -7,11 +7,12 @@ details of its fault (step, instant, process), so a fault is the same in a longe
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
+from jtrain.bench.fault_trials.kinds import FaultKind, FaultResult
 from jtrain.bench.fault_trials.lab import FaultLab
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
-from jtrain.bench.fault_trials.trial import FaultKind, FaultResult, Trial, inject_and_compare
+from jtrain.bench.fault_trials.trial import Trial, inject_and_compare
 from jtrain.errors import UserError
 
 MOST_FAULTS = 4
@@ -40,30 +41,44 @@ def shown(sequence: FaultSequence) -> str:
     return ",".join(map(str, sequence))
 
 
-def parse(text: str, names: Sequence[str]) -> FaultSequence:
+def parse(text: str, kinds: Mapping[str, FaultKind]) -> FaultSequence:
     """Reads the text of a sequence.
 
     Raises:
-      UserError: it names a kind that is unknown or cannot follow others, or has no number.
+      UserError: it names a kind that is unknown or cannot follow others, has no number, or needs two workdirs.
     """
     sequence = []
     for part in text.split(","):
         name, _, number = part.strip().partition(":")
-        if name not in names:
+        if name not in kinds:
             raise UserError(
-                f"--sequence {part}: no kind of this name can follow others. There are: {', '.join(names)}."
+                f"--sequence {part}: no kind of this name can follow others. There are: {', '.join(kinds)}."
             )
         if not number.isdecimal():
             raise UserError(f"--sequence {part}: a fault is KIND:NUMBER, such as {name}:0.")
         sequence.append(Fault(name, int(number)))
+    if _contradict(tuple(sequence), kinds):
+        on_disk = ", ".join(fault.name for fault in sequence if kinds[fault.name].on_disk)
+        raise UserError(
+            f"--sequence {text}: {on_disk} needs a workdir on a disk, the others one in a store. Leave one out."
+        )
     return tuple(sequence)
 
 
-def draw(names: Sequence[str], seed: int) -> Iterator[FaultSequence]:
+def draw(kinds: Mapping[str, FaultKind], seed: int) -> Iterator[FaultSequence]:
     """Yields sequences without end; sequence i is the same for a seed, however many are taken."""
-    rng = random.Random(seed)
+    rng, names = random.Random(seed), list(kinds)
     while True:
-        yield tuple(Fault(rng.choice(names), rng.randrange(1000)) for _ in range(rng.randint(2, MOST_FAULTS)))
+        length = rng.randint(2, MOST_FAULTS)
+        sequence = tuple(Fault(rng.choice(names), rng.randrange(1000)) for _ in range(length))
+        if not _contradict(sequence, kinds):
+            yield sequence
+
+
+def _contradict(sequence: FaultSequence, kinds: Mapping[str, FaultKind]) -> bool:
+    """True if one fault needs a workdir in a store and another one on a disk."""
+    parts = [kinds[fault.name] for fault in sequence]
+    return any(part.in_store for part in parts) and any(part.on_disk for part in parts)
 
 
 def combine(sequence: FaultSequence, kinds: Mapping[str, FaultKind]) -> FaultKind:
@@ -91,6 +106,8 @@ def combine(sequence: FaultSequence, kinds: Mapping[str, FaultKind]) -> FaultKin
         needs=lambda: next((reason for part in parts if (reason := part.needs()) is not None), None),
         # One of each: two kinds may need the same setting.
         sets=tuple(dict.fromkeys(text for part in parts for text in part.sets)),
+        in_store=any(part.in_store for part in parts),
+        on_disk=any(part.on_disk for part in parts),
         parts=parts,
     )
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jtrain.bench import Row, row
+from jtrain.bench.fault_trials.kinds import FaultKind, FaultResult
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS
-from jtrain.bench.fault_trials.trial import FaultKind, FaultResult
 from jtrain.report.table import Table, numbers, words
 
 

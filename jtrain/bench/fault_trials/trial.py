@@ -1,18 +1,20 @@
 """One trial: a training with one fault, the same command until done, and a comparison of the result."""
 
 import contextlib
-import dataclasses
 import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jtrain.bench.fault_trials.kinds import FaultKind, FaultResult
 from jtrain.bench.fault_trials.lab import FaultLab
 from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants, strays
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, NUM_STEPS
+from jtrain.bench.fault_trials.stores.google_storage import BUCKET
+from jtrain.bench.fault_trials.stores.loopback_store import LoopbackStore, StoreWorkdir
 from jtrain.bench.fault_trials.workdir import StateBefore, Workdir, resumed_from
 from jtrain.runtime.exit_codes import AWAY, DONE, FAULTY_HARDWARE, REFUSED, STOPPED
 
@@ -23,83 +25,6 @@ MOST_ATTEMPTS = 4
 SHORTEST_LIMIT_S, LIMIT_RUNS = 120.0, 20
 """Time in which an attempt must end, before it counts as a hang: at least so long, or so many unbroken
 runs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FaultKind:
-    """Kind of fault.
-
-    name: as after `--only`.
-    description: of what happens, for the list of kinds.
-    inject: starts the training, or takes a half-done one, and does the damage; the harness starts it again
-      afterwards.
-    processes: numbers of processes with which it makes sense.
-    refused: regular expression that the message of a right refusal matches (it names the way out); None where
-      the run has to go on.
-    must_refuse: True if going on would be wrong.
-    mend: takes the way out that the message names; called after a right refusal.
-    says: regular expression that the output has to match; None where nothing has to be said.
-    lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being
-      written.
-    lost_steps: steps beyond one interval that the fault may take.
-    may_keep_others: True if older checkpoints may stay and others be of a later step: none is deleted while
-      numbers are in doubt, a save waits for good ones, and a run that is stopped saves at that step.
-    leaves: regular expression of the names (`Workdir.entries`) that the fault may leave and an unbroken run
-      does not.
-    needs: returns why this machine cannot do it, None if it can.
-    sets: `--set` texts that the training needs beside those of the recipe.
-    chains: True if it can follow other faults in the same workdir, as in `--hours`.
-    parts: kinds that follow each other in this one, a sequence; empty for a single kind.
-    """
-
-    name: str
-    description: str
-    inject: Callable[["Trial"], None]
-    processes: tuple[int, ...] = (1, 2, 4)
-    refused: str | None = None
-    must_refuse: bool = False
-    mend: Callable[["Trial"], None] | None = None
-    says: str | None = None
-    lines_lost: bool = False
-    lost_steps: int = 0
-    may_keep_others: bool = False
-    leaves: str | None = None
-    needs: Callable[[], str | None] = lambda: None
-    sets: tuple[str, ...] = ()
-    chains: bool = False
-    parts: tuple["FaultKind", ...] = ()
-
-
-@dataclasses.dataclass
-class FaultResult:
-    """Outcome of a trial.
-
-    wrong: what is wrong, empty if nothing is.
-    lost_steps: steps that were done again.
-    recoveries: attempts that went on from a checkpoint.
-    refused: True if the run refused to start before step 1.
-    shortest: of a sequence that failed, the shortest part that fails, as after `--sequence`.
-    times_s: name -> seconds, such as `again`: from the start of the next attempt to its first new step.
-    """
-
-    kind: str
-    seed: int
-    num_processes: int
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    lost_steps: int = 0
-    recoveries: int = 0
-    refused: bool = False
-    skipped: str | None = None
-    shortest: str | None = None
-    seconds: float = 0.0
-    times_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    failed_folder: Path | None = None
-
-    @property
-    def group(self) -> str:
-        """Row of the table: the kind, or the number of faults of a sequence."""
-        return f"sequences of {self.kind.count(':')}" if ":" in self.kind else self.kind
 
 
 class Trial:
@@ -123,6 +48,8 @@ class Trial:
         # Kind and seed give the same trial again, whatever ran before it.
         self.rng = random.Random(f"{kind.name} {seed}")
         self.workdir = Workdir(folder / "workdir")
+        self.environ: dict[str, str] = {}
+        self.loopback: LoopbackStore | None = None
         self.result = FaultResult(kind.name, seed, self.recipe.num_processes)
         self.module: tuple[str, ...] = (LAUNCH,)
         self.compared: tuple[str, ...] = ("",)
@@ -151,10 +78,12 @@ class Trial:
         options.setdefault("module", self.module)
         # Generous, since an attempt that is merely slow must not count as a hang.
         options.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
+        options.setdefault("environ", self.environ)
         logs = self.folder / f"attempt{len(self.attempts)}"
         # Taken before the start, which changes all of them.
         before = StateBefore.of(self.workdir, self.part)
-        attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *extra_arguments, **options)
+        names = [self.workdir.url] if isinstance(self.workdir, StoreWorkdir) else [self.workdir.path]
+        attempt = self.recipe.start(workdirs or names, logs, *extra_arguments, **options)
         self.attempts.append(attempt)
         self._before[attempt] = before
         return attempt
@@ -202,6 +131,8 @@ class Trial:
         start_s = time.monotonic()
         self.folder.mkdir(parents=True)
         try:
+            if self.kind.in_store:
+                self._use_store()
             # The kind starts the first attempt itself.
             self.kind.inject(self)
             self._finish()
@@ -219,6 +150,16 @@ class Trial:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.result
+
+    def _use_store(self) -> None:
+        """Puts the workdir into an object store of the trial's own."""
+        self.loopback = LoopbackStore(self.folder / "store")
+        self.cleanups.callback(self.loopback.close)
+        # Of all trials: the compiled step is in it too.
+        cache = self.lab.folder / "cache"
+        bucket = self.loopback.folder / BUCKET
+        self.workdir = StoreWorkdir(bucket / f"{self.folder.name}", cache=cache)
+        self.environ = self.loopback.environ | {"XDG_CACHE_HOME": str(cache)}
 
     def again(self, *extra_arguments: str) -> TrialAttempt:
         """Starts the same command once more, waits for its end, and counts what it did again."""

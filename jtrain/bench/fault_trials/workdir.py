@@ -32,11 +32,16 @@ class Workdir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def metrics_file(self) -> Path:
+        """File with the newest lines of the steps."""
+        return self.path / metrics.FILE
+
     def logged(self) -> list[LoggedStep]:
         """Returns all steps in metrics.jsonl in the order of its lines, without lines that cannot be read."""
         logged_steps = []
         try:
-            text = (self.path / metrics.FILE).read_bytes()
+            text = self.metrics_file.read_bytes()
         except OSError:
             return []
         # The last line may still be in the middle of being written.

@@ -1,0 +1,1 @@
+"""Object stores on the loopback interface."""
