@@ -142,8 +142,8 @@ def series(corpus: str, seed: int) -> np.ndarray:
         loss = rng.uniform(0.001, 0.003, 2000)
         rare = rng.random(2000) < 0.01
         loss[rare] = rng.uniform(0.02, 0.047, rare.sum())
-    elif corpus == "bimodal":  # a tenth of the batches is of a source that is twice as hard
-        loss = np.where(rng.random(2000) < 0.1, 3.2, 1.6) * np.exp(0.05 * noise)
+    elif corpus == "bimodal":  # a tenth of the 8 rows of a batch are of a source that is twice as hard
+        loss = (1.6 + 1.6 * rng.binomial(8, 0.1, 2000) / 8) * np.exp(0.05 * noise)
     elif corpus == "fine-tuning":
         loss = (0.05 + 1.5 * np.exp(-step / 100)) * np.exp(0.2 * noise)
     elif corpus == "switching":

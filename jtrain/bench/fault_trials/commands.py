@@ -55,19 +55,23 @@ def _kill_command(trial: Trial, verb: str) -> None:
     folder.mkdir()
     argv = _command(verb, _corpus(trial.folder))
     start_s = time.monotonic()
-    _run_to_its_end(trial, [*argv, "--out", str(folder / "unbroken")], folder / "unbroken.log")
+    # The same name for both: the files repeat the command that made them.
+    out, aside = folder / "out", folder / "unbroken"
+    argv += ["--out", str(out)]
+    _run_to_its_end(trial, argv, folder / "unbroken.log")
     unbroken_s = time.monotonic() - start_s
+    out.rename(aside)
     for number in range(trial.rng.randint(1, MOST_KILLS)):
         log = folder / f"killed{number}.log"
-        pid = processes.fork(lambda: processes.run_command([*argv, "--out", str(folder / "killed")]), log)
+        pid = processes.fork(lambda: processes.run_command(argv), log)
         end_s = time.monotonic() + trial.rng.uniform(0, unbroken_s)
         while time.monotonic() < end_s and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.005)  # until the drawn instant, or the command's own end
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         trial.check_strays()
-    _run_to_its_end(trial, [*argv, "--out", str(folder / "killed")], folder / "finished.log")
-    unbroken, finished = (_contents(folder / name) for name in ("unbroken", "killed"))
+    _run_to_its_end(trial, argv, folder / "finished.log")
+    unbroken, finished = _contents(aside), _contents(out)
     if not unbroken or finished != unbroken:
         names = sorted(name for name in {**unbroken, **finished} if unbroken.get(name) != finished.get(name))
         trial.wrong(f"{verb} that was killed made other files than an unbroken one: {names}")
@@ -100,9 +104,7 @@ def _command(verb: str, corpus: dict[str, Path]) -> list[str]:
 
 
 def _contents(out: Path) -> dict[str, bytes]:
-    """Returns name -> bytes of each file, without the folder's own name, which a file repeats."""
+    """Returns name -> bytes of each file."""
     return {
-        str(file.relative_to(out)): file.read_bytes().replace(str(out).encode(), b"")
-        for file in sorted(out.rglob("*"))
-        if file.is_file()
+        str(file.relative_to(out)): file.read_bytes() for file in sorted(out.rglob("*")) if file.is_file()
     }

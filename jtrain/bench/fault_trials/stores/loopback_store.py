@@ -138,5 +138,9 @@ class StoreWorkdir(Workdir):
             path for path in self._folders() if path.name.isdecimal() and not (path / files.MANIFEST).exists()
         )
 
+    def newest_folder(self) -> int:
+        # One without a manifest is a save that was broken off: nobody has to be told of it.
+        return max(self.committed(), default=0)
+
     def sealed(self) -> tuple[Path, ...]:
         return ()
