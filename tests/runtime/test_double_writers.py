@@ -139,12 +139,13 @@ class Hosts:
 
 
 def together(hosts: Hosts) -> None:
-    """Both start at the same instant."""
+    """Both have judged the free record, and start at the same instant."""
     start, has_it = threading.Barrier(2), {}
+    judged = {writer.name: writer.partition.read() for writer in (hosts.first, hosts.second)}
 
     def begin(writer: Writer) -> None:
         start.wait()
-        has_it[writer.name] = writer.lease.seize(Entry(0, None, writer.partition.read().version))
+        has_it[writer.name] = writer.lease.seize(judged[writer.name])
         for _ in range(5):
             if has_it[writer.name]:
                 writer.write()

@@ -76,9 +76,7 @@ def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
 def _ends_well(trial: Trial, attempt: TrialAttempt, full: str) -> None:
     """Waits for the end of a training whose disk has room again, which must be a good one."""
     _free(trial.workdir.path)
-    attempt.wait()
-    trial.record_end(attempt)
-    if set(attempt.codes.values()) != {DONE}:
+    if trial.let_train(attempt) and set(attempt.codes.values()) != {DONE}:
         trial.wrong(f"a disk that was full {full} ended the run with {attempt.codes}")
 
 

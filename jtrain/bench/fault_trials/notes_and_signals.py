@@ -117,8 +117,7 @@ def two_runs(trial: Trial) -> None:
             f"a second run in the same workdir ended with {second.codes} and did not name process "
             f"{first.pids[0]}"
         )
-    first.wait()
-    trial.record_end(first)
+    trial.let_train(first)
 
 
 @fault("unshared", "each process has a workdir of its own", processes=(2, 4))

@@ -49,7 +49,5 @@ def _cut_off(trial: Trial, link: Link) -> None:
             attempt.kill()
     finally:
         trial.loopback.heal()
-    attempt.wait()
-    trial.record_end(attempt)
-    if not attempt.killed and attempt.codes[0] not in (DONE, AWAY):
+    if trial.let_train(attempt) and attempt.codes[0] not in (DONE, AWAY):
         trial.wrong(f"a store that was {link} for {seconds:.1f} s ended the run with {attempt.codes}")

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.bench.fault_trials.workdir import resumed_from
 from jtrain.runtime.exit_codes import DONE
@@ -83,17 +82,12 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
     if attempt.until(training_again, poll_s=0.02):
         trial.count_lost(attempt.text()[printed_before:], hit_step)
     # The supervisor ends only with the run.
-    attempt.wait()
-    _check(trial, attempt, victims)
-
-
-def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
-    trial.record_end(attempt)
+    ended = trial.let_train(attempt)
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:
         trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")
     # The only code is the supervisor's, which is 0 in the end: it started the run again by itself.
-    if attempt.codes != {0: DONE}:
+    if ended and attempt.codes != {0: DONE}:
         trial.wrong(f"the supervisor ended with {attempt.codes}")
 
 

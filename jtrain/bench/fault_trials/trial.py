@@ -106,6 +106,19 @@ class Trial:
         attempt.kill()
         self.record_end(attempt)
 
+    def let_train(self, attempt: TrialAttempt) -> bool:
+        """Waits for the end of an attempt and notes what it left; True if it ended by itself.
+
+        With more of a sequence to come, it is killed some steps later: a finished run has no faults.
+        """
+        if self.part + 1 < len(self.kind.parts):
+            kill_step = self.draw_step(1)
+            attempt.until(lambda: self.workdir.last_step() >= kill_step)
+            attempt.kill()
+        attempt.wait()
+        self.record_end(attempt)
+        return not attempt.killed
+
     def record_end(self, attempt: TrialAttempt) -> None:
         """Notes what an ended attempt said and left."""
         self.check_strays()
@@ -181,6 +194,7 @@ class Trial:
     def _check_resumed(self, attempt: TrialAttempt, text: str) -> None:
         """Checks where a start went on, if it came to a first new step; a supervised one: its first attempt."""
         before = self._before[attempt]
+        text = re.split(r"^supervise .*: restart \d+ of", text, maxsplit=1, flags=re.MULTILINE)[0]
         first_resumed = re.search(r"resumed from step (\d+)", text)
         resumed = int(first_resumed[1]) if first_resumed else 0
         if f"step {resumed + 1}/" not in text:
