@@ -170,8 +170,8 @@ def disk_full(trial: Trial) -> None:
     attempt.wait()
     trial.record_end(attempt)
     text = attempt.text()
-    if set(attempt.codes.values()) == {DONE} and trial.part:
-        # Before it, a sequence had come so far that no save was due before the end.
+    if set(attempt.codes.values()) == {DONE} and "No space left" not in text:
+        # No save was due any more when the disk became full.
         trial.result.notes.append("the run ended before a save could fail")
         _free(trial.workdir.path)
         return
