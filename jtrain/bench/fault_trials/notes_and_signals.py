@@ -14,7 +14,14 @@ from jtrain.telemetry import metrics
 GARBAGE = b'{"step": 7, "loss_nats": \xff\x00 not JSON\n'
 
 
-@fault("bad-metrics", "a line of metrics.jsonl is garbage", says="metrics.jsonl", chains=True, on_disk=True)
+@fault(
+    "bad-metrics",
+    "a line of metrics.jsonl is garbage",
+    says="metrics.jsonl",
+    leaves=r"^metrics\.jsonl\.damaged$",
+    chains=True,
+    on_disk=True,
+)
 def bad_metrics(trial: Trial) -> None:
     """A line in the middle of the file."""
     trial.from_half()
@@ -24,7 +31,13 @@ def bad_metrics(trial: Trial) -> None:
     file.write_bytes(b"".join(lines))
 
 
-@fault("bad-ledger", "goodput.json and its lines are garbage", chains=True, on_disk=True)
+@fault(
+    "bad-ledger",
+    "goodput.json and its lines are garbage",
+    leaves=r"^goodput\.jsonl?\.damaged$",
+    chains=True,
+    on_disk=True,
+)
 def bad_ledger(trial: Trial) -> None:
     """All files of the ledger of wall time."""
     trial.from_half()
