@@ -27,18 +27,21 @@ def late_hosts(trial: Trial) -> None:
     end_s = time.monotonic() + trial.rng.uniform(0, trial.reference.first_step_s)
     first.until(lambda: time.monotonic() > end_s, poll_s=0.01)
     second = trial.start(module=HostSpec("host-b").module)
-    for attempt in (first, second):
-        attempt.wait()
-    codes = sorted((first.codes[0], second.codes[0]))
+    # One of them is refused, or both end one after another: the second one found a finished run.
+    first.until(lambda: not (first.running() and second.running()), poll_s=0.01)
+    other, ended = (first, second) if first.running() else (second, first)
+    trial.let_train(other)
+    ended.wait()
+    codes = (ended.codes[0], other.codes[0])
     text = first.text() + second.text()
-    # Both may be done: the second one found a finished run.
-    if codes not in ([DONE, DONE], [DONE, REFUSED]) or (
-        REFUSED in codes and "in use by another run" not in text
-    ):
+    if ended.codes[0] not in (DONE, REFUSED) or (ended.codes[0] == REFUSED and _IN_USE not in text):
         trial.wrong(f"two hosts that started together ended with {codes}: {text[-500:]}")
-    if codes == [DONE, DONE] and "resumed from step" not in second.text():
+    both_done = codes == (DONE, DONE) and not other.killed
+    if both_done and "resumed from step" not in other.text():
         trial.wrong("two hosts trained in one workdir")
-    trial.record_end(first if first.codes[0] == DONE else second)
+
+
+_IN_USE = "in use by another run"
 
 
 @fault(

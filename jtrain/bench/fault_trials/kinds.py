@@ -4,10 +4,10 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jtrain.bench.fault_trials.trial import Trial
+Inject = Callable[[Any], None]
+"""Function of a `Trial`, whose module imports this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,11 @@ class FaultKind:
 
     name: str
     description: str
-    inject: Callable[["Trial"], None]
+    inject: Inject
     processes: tuple[int, ...] = (1, 2, 4)
     refused: str | None = None
     must_refuse: bool = False
-    mend: Callable[["Trial"], None] | None = None
+    mend: Inject | None = None
     says: str | None = None
     lines_lost: bool = False
     lost_steps: int = 0
@@ -107,12 +107,10 @@ KINDS: dict[str, FaultKind] = {}
 """Name -> kind, in the order of the table."""
 
 
-def fault(
-    name: str, description: str, **fields: Any
-) -> Callable[[Callable[["Trial"], None]], Callable[["Trial"], None]]:
+def fault(name: str, description: str, **fields: Any) -> Callable[[Inject], Inject]:
     """Decorator that registers `inject(trial)` as a kind of fault; `fields` are further ones of it."""
 
-    def register(inject: Callable[["Trial"], None]) -> Callable[["Trial"], None]:
+    def register(inject: Inject) -> Inject:
         # `--only` selects by name, so a second kind of that name would hide the first.
         assert name not in KINDS, name
         KINDS[name] = FaultKind(name, description, inject, **fields)

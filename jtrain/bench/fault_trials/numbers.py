@@ -11,7 +11,8 @@ from jtrain.runtime.exit_codes import DONE
 
 LONG = 96
 """Steps of a run whose guard knows how its losses spread: it needs 64 of them."""
-EACH: dict[str, Any] = dict(processes=(1, 2), may_keep_others=True)
+LEAVES = r"^(bad_steps\.jsonl|checkpoints/N\.(damaged|doubtful))"
+EACH: dict[str, Any] = dict(processes=(1, 2), may_keep_others=True, leaves=LEAVES)
 NAMES_HARDWARE = r"error: .*(device|process) \d+"
 
 
@@ -84,8 +85,7 @@ def nan_gradient(trial: Trial) -> None:
 @fault(
     "nan-update",
     "the update of a step that saves makes the weights NaN, each time it is computed",
-    processes=(1, 2),
-    may_keep_others=True,
+    **EACH,
 )
 def nan_update(trial: Trial) -> None:
     """Loss and gradient norm are finite, so only the new state shows it; nothing of it is saved."""
