@@ -115,7 +115,7 @@ def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
     attempt = _filled_at_a_drawn_step(trial)
     # The first failed save is logged; only then the disk gets room again.
-    attempt.until(lambda: "this was failure 1" in attempt.text(), poll_s=0.01)
+    attempt.until(lambda: re.search(r"this was failure 1|1 of 3 failed", attempt.text()), poll_s=0.01)
     _ends_well(trial, attempt, "for some steps")
 
 
