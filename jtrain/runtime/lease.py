@@ -11,7 +11,7 @@ The fencing number grows with each holder and never repeats, so a process that j
 replace a newer one by mistake. A beat writes the holder's record again, with a payload such as phase and
 step. A holder of the same machine is looked up by process id and start time; one of another machine is gone
 when its record has not been written for `STALE_S` by the clock of the store, and for `WATCH_S` by the clock
-of the process that watches. Standard library only: supervisors and training processes beat before jax is
+of the process that watches; or for twice `STALE_S` by the latter alone. Standard library only: supervisors and training processes beat before jax is
 imported.
 """
 
@@ -112,6 +112,10 @@ class Rival:
             # Both clocks: the store's, which survives this process,
             # and our own, since a file server's may be wrong.
             if self._watch.silent_s >= WATCH_S and self._store.age_s(entry) >= STALE_S:
+                return False
+            # A record from the future, after the server's clock was set back, would count as fresh until then.
+            # Twice the time, as NFS may show an old record for a minute.
+            if self._watch.silent_s >= 2 * STALE_S:
                 return False
         return None
 

@@ -71,6 +71,10 @@ def test_a_holder_elsewhere_is_dead_when_its_record_was_not_written_for_long(
     assert rival.is_alive() is None, "watched for long, but written a moment ago"
     age_s = 60.0
     assert rival.is_alive() is False
+    age_s = -4 * 3600.0
+    assert rival.is_alive() is None, "the server's clock was set back since"
+    now_s += 110.0
+    assert rival.is_alive() is False, "nobody has beaten for two minutes of this process"
     taker = Lease(FolderStore(tmp_path), beat_s=0.0)
     taker.seize(rival.entry)
     assert FolderStore(tmp_path).read().number == 2
