@@ -11,8 +11,8 @@ The fencing number grows with each holder and never repeats, so a process that j
 replace a newer one by mistake. A beat writes the holder's record again, with a payload such as phase and
 step. A holder of the same machine is looked up by process id and start time; one of another machine is gone
 when its record has not been written for `STALE_S` by the clock of the store, and for `WATCH_S` by the clock
-of the process that watches; or for twice `STALE_S` by the latter alone. Standard library only: supervisors and training processes beat before jax is
-imported.
+of the process that watches; or for twice `STALE_S` by the latter alone. Standard library only: supervisors
+and training processes beat before jax is imported.
 """
 
 import contextlib
