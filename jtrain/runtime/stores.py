@@ -5,6 +5,7 @@ written, go through TensorStore: its drivers send many requests at once and repe
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import AwayError, UserError, did_you_mean
-from jtrain.runtime.atomic_io import is_away
+from jtrain.runtime.atomic_io import cannot_write, is_away
 
 EXTRAS = {"gs": ("gs", "gcsfs"), "s3": ("s3", "s3fs")}
 """Scheme of a URL -> extra of this package that installs its client, and the client's module."""
@@ -70,6 +71,9 @@ def check_workdir(text: str) -> None:
         # os.access is wrong for root on NFS, and in /proc.
         os.rmdir(tempfile.mkdtemp(prefix=".jtrain-", dir=existing_parent))
     except OSError as error:
+        # No owner can help there: the disk is full, away or mounted read-only.
+        if is_away(error) or error.errno == errno.EROFS:
+            raise cannot_write(Path(text), error) from error
         raise UserError(
             f"--workdir {text} cannot be written to: {existing_parent} belongs to user "
             f"{existing_parent.stat().st_uid}, this process to user {os.geteuid()} ({error.strerror}). Give "

@@ -18,6 +18,7 @@ from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime.multihost import join_processes
 from jtrain.runtime.stores import check_workdir, default_workdir
 from tests.processes import program
+from tests.small_disk import remount, small_disk
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,6 +152,22 @@ def test_a_silly_workdir_is_refused_first_of_all(
     assert launch.main(argv) == 2
     assert message.format(tmp=tmp_path) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_that_is_full_or_read_only_is_no_matter_of_owners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 77 where the disk has room for no folder any more; 2, with the way out, where it is read-only."""
+    with small_disk(tmp_path / "disk", 64) as disk:
+        argv = ["--config=tiny", "--workdir", str(disk / "run")]
+        (disk / "file").touch()
+        remount(disk, "nr_inodes=2")  # the disk's own folder and the file
+        assert launch.main(argv) == 77
+        way_out = "Make room there, or set --workdir to a folder on another disk."
+        assert f"cannot be written to (No space left on device). {way_out}" in capsys.readouterr().err
+        remount(disk, "ro")
+        assert launch.main(argv) == 2
+        assert f"cannot be written to (Read-only file system). {way_out}" in capsys.readouterr().err
 
 
 def test_a_new_workdir_below_a_folder_is_fine(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from jtrain.bench.fault_trials.stores.loopback_store import Link
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import AWAY, DONE
 
-IN_STORE = dict(in_store=True, processes=(1,), chains=True, leaves=r"^lock/lease\.json$")
+IN_STORE = dict(in_store=True, processes=(1,), chains=True, leaves=r"^lock/")
 LONGEST_S = 4.0
 
 
