@@ -164,7 +164,7 @@ def test_orders_that_cannot_be_measured_are_refused(
             [*config, "--order", f"--steps={LEAST_STEPS - 1}"],
             "--steps 19 must be at least 20: steps 10 apart",
         ),
-        ([*config, "--order", "--step=3"], "--order reads all steps from the first one on, so --step 3"),
+        ([*config, "--order", "--step=3"], "--order reads all steps from the first one on, not --step 3"),
         ([*config, "--steps=30"], "--steps 30 is the number of steps that --order reads. Give --order"),
         (
             once,
