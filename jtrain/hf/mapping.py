@@ -125,7 +125,8 @@ def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, li
         for period in range(info.shape[0]) if info.is_stacked else (None,):
             y = 0 if not block else _layer(model, block, period or 0)
             mixer = model.blocks[y].mixer if block else None
-            rotated = mixer.rope.rotated_dims(sizes["H"]) if mixer and mixer.rope and "H" in sizes else 0
+            rotation = mixer.rotation(model.sizes) if mixer is not None else None
+            rotated = rotation[0].rotated_dims(rotation[1]) if rotation is not None else 0
             stacked = () if period is None else (period,)
             # With experts, most Hugging Face files have one tensor per expert, jtrain one per layer.
             experts = range(info.shape[info.dims.index("X")]) if "{x}" in tensor.name else (None,)

@@ -94,8 +94,9 @@ def config_from_model(
     """
     family = family_of(model)
     # The length that scaled frequencies were made for, if the run trained on shorter sequences.
-    ropes = [block.mixer.rope for block in model.blocks if block.mixer is not None and block.mixer.rope]
-    scaled = [r.scaling for r in ropes if isinstance(r.scaling, Llama3Scaling | YarnScaling)]
+    rotations = [block.mixer.rotation(model.sizes) for block in model.blocks if block.mixer is not None]
+    scalings = [rotation[0].scaling for rotation in rotations if rotation is not None]
+    scaled = [scaling for scaling in scalings if isinstance(scaling, Llama3Scaling | YarnScaling)]
     lengths = [int(scaling.factor * scaling.original_seq_len) for scaling in scaled]
     return _identity(family) | {
         **family.write(model),
@@ -166,8 +167,7 @@ def _with_sizes(block: Any, model: Transformer) -> Any:
     """The block with the sizes that it takes from the model, so that blocks of two models compare."""
     mixer, feed_forward = block.mixer, block.feed_forward
     if mixer is not None:
-        num_heads, num_kv_heads, head_dim = mixer.head_sizes(model.sizes)
-        mixer = dataclasses.replace(mixer, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        mixer = mixer.with_sizes(model.sizes)
     if feed_forward is not None:
         feed_forward = dataclasses.replace(feed_forward, d_ff=feed_forward.d_ff or model.d_ff)
     return dataclasses.replace(block, mixer=mixer, feed_forward=feed_forward)

@@ -1,28 +1,25 @@
 """Causal self-attention with grouped key and value heads."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.model import ops
+from jtrain.model.mixer import Mixer, MixerSpec, Rotation
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import aligned, vector, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
 
-type Rotation = tuple[Float[Array, "B L R"], Float[Array, "B L R"]] | None
-"""Cosine and sine of every position's angles; None for attention without positions."""
-
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(MixerSpec):
     """Grouped-query attention (arXiv:2305.13245).
 
     num_heads, num_kv_heads, head_dim: N, K and H; None takes the model's.
@@ -36,6 +33,7 @@ class AttentionSpec:
     gate: True multiplies the output of each head by the sigmoid of a projection of its own (Qwen3-Next).
     """
 
+    name: ClassVar[str] = "attention"
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -68,8 +66,27 @@ class AttentionSpec:
             )
         return num_heads, num_kv_heads, head_dim
 
+    def module(self, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> "Attention":
+        """The layer."""
+        return Attention(self, sizes, norm, layers=layers)
 
-class Attention(nnx.Module):
+    def with_sizes(self, sizes: ModelSizes) -> "AttentionSpec":
+        """This mixer with all of its head sizes."""
+        num_heads, num_kv_heads, head_dim = self.head_sizes(sizes)
+        return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
+        """Rotary positions, and the size of the heads that they rotate; None for attention without."""
+        return None if self.rope is None else (self.rope, self.head_dim or sizes.head_dim)
+
+    def empty_cache(self, sizes: ModelSizes, *, batch: int, max_len: int, dtype: str) -> tuple[Array, Array]:
+        """Rotated keys and values, [B, M, K, H] each: 2 B M K H elements."""
+        _, num_kv_heads, head_dim = self.head_sizes(sizes)
+        shape = batch, max_len, num_kv_heads, head_dim
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+class Attention(Mixer):
     """The layer of an `AttentionSpec`.
 
     Heads are split over `tensor`; each array here holds this device's heads.
@@ -186,6 +203,27 @@ class Attention(nnx.Module):
         # Once, at the positions that this device keeps of the sum.
         return y_BLD + aligned(self.o_bias_D[...], y_BLD) if self.spec.bias == "all" else y_BLD
 
+    def extend(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        rotation: Rotation,
+        position_BL: Int[Array, "B L"],
+        valid_BL: Bool[Array, "B L"],
+        cache: tuple[Float[Array, "B M K H"], Float[Array, "B M K H"]],
+    ) -> tuple[Float[Array, "B L D"], tuple[Array, Array]]:
+        """Output at the new positions, and all keys and values with theirs.
+
+        Padding writes keys beyond the last token, which no query sees and the next tokens overwrite.
+        """
+        q_BLNH, k_BLKH, v_BLKH, gate_BLNH = self.project(x_BLD, rotation)
+        # Keys are rotated before they are stored: positions never change.
+        k_BMKH, v_BMKH = (
+            jax.lax.dynamic_update_slice_in_dim(cached, new, position_BL[0, 0], axis=1)
+            for cached, new in zip(cache, (k_BLKH, v_BLKH), strict=True)
+        )
+        y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL, window=self.spec.window)
+        return self.project_out(y_BLNH, gate_BLNH), (k_BMKH, v_BMKH)
+
 
 _UNSCALED = NormSpec(scale="none")
 
@@ -198,3 +236,26 @@ def _rotated(x_BLNH: Float[Array, "B L N H"], rotation: Rotation) -> Float[Array
         return ops.rope(x_BLNH, *rotation)
     rotated_BLNR = ops.rope(x_BLNH[..., :rotated_dims], *rotation)
     return jnp.concatenate([rotated_BLNR, x_BLNH[..., rotated_dims:]], axis=-1)
+
+
+def _attend(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    position_BL: Int[Array, "B L"],
+    *,
+    window: int | None,
+) -> Float[Array, "B L N H"]:
+    """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
+    *batch_dims, heads, size = q_BLNH.shape
+    kv_heads = k_BMKH.shape[2]
+    q_BLKGH = q_BLNH.reshape(*batch_dims, kv_heads, heads // kv_heads, size)
+    s_BKGLM = (
+        jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
+    )
+    distance_BLM = position_BL[:, :, None] - jnp.arange(k_BMKH.shape[1])[None, None, :]
+    visible_BLM = distance_BLM >= 0
+    if window is not None:
+        visible_BLM &= distance_BLM < window
+    p_BKGLM = jax.nn.softmax(jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
+    return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)

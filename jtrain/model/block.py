@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
-from jtrain.model.attention import Attention, AttentionSpec, Rotation
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.mixer import Mixer, MixerSpec, Rotation
 from jtrain.model.mlp import MLP, MLPSpec
 from jtrain.model.moe import MoE
 from jtrain.model.norm import Norm, NormSpec
@@ -31,7 +32,7 @@ class BlockSpec:
     residual_scale: multiplies what each branch adds (Granite).
     """
 
-    mixer: AttentionSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
+    mixer: MixerSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
     feed_forward: MLPSpec | MoESpec | None = MLPSpec()  # noqa: RUF009 - frozen
     norms: Literal["before", "after", "sandwich", "parallel", "parallel_shared"] = "before"
     residual_scale: float = 1.0
@@ -54,7 +55,7 @@ class Block(nnx.Module):
                 self.attention_norm = branch_norm()
             if spec.norms in ("after", "sandwich"):
                 self.attention_post_norm = branch_norm()
-            self.attention = Attention(spec.mixer, sizes, norm, layers=layers)
+            setattr(self, spec.mixer.name, spec.mixer.module(sizes, norm, layers=layers))
         if spec.feed_forward is not None:
             if spec.norms not in ("after", "parallel_shared"):
                 self.mlp_norm = branch_norm()
@@ -81,7 +82,7 @@ class Block(nnx.Module):
         if self.spec.mixer is not None:
             with jax.named_scope("attention"):
                 x_BLD, h_BLD = self.attention_input(x_BLD)
-                h_BLD = self.attention(h_BLD, rotation, segment_BL, tensor, context)
+                h_BLD = self.mixer(h_BLD, rotation, segment_BL, tensor, context)
                 stream_BLD = self.add_attention(x_BLD, h_BLD)
         if self.spec.feed_forward is not None:
             with jax.named_scope("mlp"):
@@ -93,6 +94,12 @@ class Block(nnx.Module):
                 )
                 stream_BLD = self.add_mlp(stream_BLD, h_BLD)
         return stream_BLD, losses
+
+    @property
+    def mixer(self) -> Mixer:
+        """What mixes positions; the block must have one."""
+        assert self.spec.mixer is not None
+        return getattr(self, self.spec.mixer.name)
 
     def attention_input(
         self, x_BLD: Float[Array, "B _ D"]

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch
-from jtrain.model.attention import Attention, Rotation
 from jtrain.model.block import Block, BlockSpec
 from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
@@ -39,8 +38,8 @@ class KVCache:
     """What each layer keeps of the first `length` of M positions.
 
     layers: by the parameters' first name (`layers`, and `first_layers` and `last_layers` where the model has
-      them), one entry per block: rotated keys and values, [B, M, K, H] in the compute dtype, with a leading Y
-      for blocks that repeat; None for a block without a mixer.
+      them), one entry per block: what its mixer keeps, with a leading Y for blocks that repeat; None for a
+      block without a mixer.
     length: int32.
     """
 
@@ -104,20 +103,21 @@ class TokenSampler:
 
 
 def empty_cache(model: Transformer, *, batch: int, max_len: int, dtype: str) -> KVCache:
-    """Empty cache for `max_len` positions of `batch` sequences: 2 B M K H elements per layer."""
+    """Empty cache for `max_len` positions of `batch` sequences."""
 
-    def keys_and_values(block: BlockSpec, repeats: tuple[int, ...]) -> tuple[Array, Array] | None:
-        if block.mixer is None:
-            return None
-        _, num_kv_heads, head_dim = block.mixer.head_sizes(model.sizes)
-        shape = (*repeats, batch, max_len, num_kv_heads, head_dim)
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    def of_blocks(blocks: tuple[BlockSpec, ...]) -> list[Any]:
+        options: Any = dict(batch=batch, max_len=max_len, dtype=dtype)
+        return [block.mixer and block.mixer.empty_cache(model.sizes, **options) for block in blocks]
 
-    layers = {"layers": [keys_and_values(block, (model.num_periods,)) for block in model.period]}
+    # Each layer of the loop has its own.
+    repeated = jax.tree.map(
+        lambda array: jnp.repeat(array[None], model.num_periods, axis=0), of_blocks(model.period)
+    )
+    layers = {"layers": repeated}
     if model.first:
-        layers["first_layers"] = [keys_and_values(block, ()) for block in model.first]
+        layers["first_layers"] = of_blocks(model.first)
     if model.last:
-        layers["last_layers"] = [keys_and_values(block, ()) for block in model.last]
+        layers["last_layers"] = of_blocks(model.last)
     return KVCache(layers, jnp.zeros((), jnp.int32))
 
 
@@ -127,15 +127,15 @@ def extend(
     """Appends `count` tokens of each sequence to the cache, computing in the dtype of `params`.
 
     Args:
-      token_BL: the next tokens; tokens from `count` on are padding. Padding writes keys beyond the cache's
-        length, which no query sees and the next tokens overwrite. The cache must have room for all L.
+      token_BL: the next tokens; tokens from `count` on are padding. The cache must have room for all L.
 
     Returns:
       Logits after the last of the `count` tokens, float32, and the extended cache.
     """
     position_BL = jnp.broadcast_to(cache.length + jnp.arange(token_BL.shape[1]), token_BL.shape)
-    # One document: its numbers are ones. All tokens are valid, also padding: it changes no other token.
+    # One document: its numbers are ones.
     ones_BL = jnp.ones_like(token_BL)
+    valid_BL = jnp.broadcast_to(jnp.arange(token_BL.shape[1]) < count, token_BL.shape)
     shared = model.shared(Batch(token_BL, token_BL, position_BL, ones_BL))
 
     def through(
@@ -149,7 +149,7 @@ def extend(
             if state is not None:
                 x_BLD, h_BLD = block.attention_input(x_BLD)
                 rotation = model.rotation(block, shared)
-                h_BLD, state = _extend_attention(block.attention, h_BLD, rotation, position_BL, state)
+                h_BLD, state = block.mixer.extend(h_BLD, rotation, position_BL, valid_BL, state)
                 stream_BLD = block.add_attention(x_BLD, h_BLD)
             if block.spec.feed_forward is not None:
                 stream_BLD, h_BLD = block.mlp_input(stream_BLD, x_BLD)
@@ -179,47 +179,6 @@ def extend(
     kernel_DV = model.unembed(params, _UNSHARDED)
     logits_BV = jnp.einsum("bd,dv->bv", last_B1D[:, 0], kernel_DV, preferred_element_type=jnp.float32)
     return logits_BV, KVCache(new_layers, cache.length + count)
-
-
-def _extend_attention(
-    attention: Attention,
-    x_BLD: Float[Array, "B L D"],
-    rotation: Rotation,
-    position_BL: Int[Array, "B L"],
-    state: tuple[Float[Array, "B M K H"], Float[Array, "B M K H"]],
-) -> tuple[Float[Array, "B L D"], tuple[Array, Array]]:
-    """Output of attention at the new positions, and all keys and values with theirs."""
-    q_BLNH, k_BLKH, v_BLKH, gate_BLNH = attention.project(x_BLD, rotation)
-    # Keys are rotated before they are stored: positions never change.
-    k_BMKH, v_BMKH = (
-        jax.lax.dynamic_update_slice_in_dim(kept, new, position_BL[0, 0], axis=1)
-        for kept, new in zip(state, (k_BLKH, v_BLKH), strict=True)
-    )
-    y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL, window=attention.spec.window)
-    return attention.project_out(y_BLNH, gate_BLNH), (k_BMKH, v_BMKH)
-
-
-def _attend(
-    q_BLNH: Float[Array, "B L N H"],
-    k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
-    position_BL: Int[Array, "B L"],
-    *,
-    window: int | None,
-) -> Float[Array, "B L N H"]:
-    """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
-    *batch_dims, heads, size = q_BLNH.shape
-    kv_heads = k_BMKH.shape[2]
-    q_BLKGH = q_BLNH.reshape(*batch_dims, kv_heads, heads // kv_heads, size)
-    s_BKGLM = (
-        jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
-    )
-    distance_BLM = position_BL[:, :, None] - jnp.arange(k_BMKH.shape[1])[None, None, :]
-    visible_BLM = distance_BLM >= 0
-    if window is not None:
-        visible_BLM &= distance_BLM < window
-    p_BKGLM = jax.nn.softmax(jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
-    return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
 
 
 def generate_ids(

@@ -27,7 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.model import ops
-from jtrain.model.attention import Rotation
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.mixer import Rotation
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
 
 GROUP_ORDER = "group_order"
@@ -75,7 +76,7 @@ def block_in_groups(
             # The first group waits for nothing. The cosines are read by the rotation, inside a fusion.
             ordered = cos + zeros[-1].astype(cos.dtype) if zeros else cos
             h = gather_sequence(h, tensor)
-            h = block_copy.attention(h, (ordered, sin), segment, TensorAxis(), context)
+            h = block_copy.mixer(h, (ordered, sin), segment, TensorAxis(), context)
             after_attention.append(block_copy.add_attention(x, scatter(h)))
     outputs: list[Array] = []
     for block_copy, x in zip(blocks, after_attention, strict=True):
@@ -93,10 +94,10 @@ def _check_block(spec: Any, groups: int) -> None:
     Biases of outputs would be added once for each device along `tensor`.
     """
     for conflict, applies in (
-        ("a block without attention", spec.mixer is None),
+        ("a block without attention", not isinstance(spec.mixer, AttentionSpec)),
         ("a block without a dense feed-forward layer", getattr(spec.feed_forward, "bias", None) is None),
-        ("attention without rotary positions", spec.mixer is not None and spec.mixer.rope is None),
-        ("bias=all of attention", spec.mixer is not None and spec.mixer.bias == "all"),
+        ("attention without rotary positions", getattr(spec.mixer, "rope", 0) is None),
+        ("bias=all of attention", getattr(spec.mixer, "bias", "none") == "all"),
         ("bias=True of a feed-forward layer", bool(getattr(spec.feed_forward, "bias", False))),
         (f"norms={spec.norms}, whose branches do not follow each other", spec.in_parallel),
     ):

@@ -17,11 +17,12 @@ from jaxtyping import Array, Float, Int
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
-from jtrain.model.attention import AttentionSpec, Rotation
+from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import Block, Blocks, BlockSpec
 from jtrain.model.embedding import embedding_rows
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
+from jtrain.model.mixer import Rotation
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import Params, param_infos, weight
@@ -236,9 +237,9 @@ class Transformer(nnx.Module):
     @property
     def _rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
         """The different rotations of the layers: rope, and size of the heads."""
-        specs = (b.mixer for b in (*self.first, *self.period) if b.mixer is not None)
-        used = ((spec.rope, spec.head_dim or self.head_dim) for spec in specs if spec.rope is not None)
-        return tuple(dict.fromkeys(used))
+        mixers = (block.mixer for block in (*self.first, *self.period) if block.mixer is not None)
+        rotations = (mixer.rotation(self.sizes) for mixer in mixers)
+        return tuple(dict.fromkeys(rotation for rotation in rotations if rotation is not None))
 
     def shared(self, batch: Batch) -> "SharedValues":
         """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
@@ -250,9 +251,8 @@ class Transformer(nnx.Module):
     def rotation(self, block: Block, shared: "SharedValues") -> Rotation:
         """Cosine and sine that a block reads."""
         mixer = block.spec.mixer
-        if mixer is None or mixer.rope is None:
-            return None
-        return shared[0][self._rotations.index((mixer.rope, mixer.head_dim or self.head_dim))]
+        rotation = mixer.rotation(self.sizes) if mixer is not None else None
+        return None if rotation is None else shared[0][self._rotations.index(rotation)]
 
     def layer(self, placement: Placement) -> Layer:
         """One period as a function of (residual stream, router losses so far), its weights, and `shared`."""

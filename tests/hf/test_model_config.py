@@ -9,6 +9,7 @@ import pytest
 
 from jtrain.hf.directory import read_config
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.model.attention import AttentionSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.router import MoESpec
@@ -280,7 +281,11 @@ def test_a_window_is_only_read_where_it_is_in_use() -> None:
     """Qwen3's config.json names a window that is in use only with `use_sliding_window`."""
     assert model_from_config(QWEN3_8B | {"sliding_window": 4096}).pattern == ()
     used = QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 34}
-    windows = [block.mixer.window for block in model_from_config(used).blocks if block.mixer is not None]
+    windows = [
+        block.mixer.window
+        for block in model_from_config(used).blocks
+        if isinstance(block.mixer, AttentionSpec)
+    ]
     assert windows == [None] * 34 + [4096] * 2
 
 

@@ -84,7 +84,7 @@ def _pattern(blocks: list[BlockSpec], first: int) -> dict[str, Any]:
 def _flat(block: BlockSpec) -> dict[str, Any] | None:
     """The arguments of `Transformer` that describe a block without a pattern; None if they cannot."""
     mixer, feed_forward = block.mixer, block.feed_forward
-    if mixer is None or mixer.rope is None:
+    if not isinstance(mixer, AttentionSpec) or mixer.rope is None:
         return None
     flat: dict[str, Any] = dict(
         rope=mixer.rope,
