@@ -66,6 +66,7 @@ def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: 
     assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
 
 
+@pytest.mark.slow
 def test_drawn_sequences_run_and_a_bug_is_shortened_to_the_faults_that_show_it(tmp_path: Path) -> None:
     """Two sequences of kills, and of a bug that shows after a kill alone: the first has it before, and
     survives; the second has it twice behind, and one of the two is left out.
