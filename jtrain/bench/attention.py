@@ -128,7 +128,7 @@ def draw_arrays(shape: Shape) -> dict[str, jax.Array]:
     ends = [np.sort(rng.choice(shape.L, shape.documents - 1, replace=False)) for _ in range(shape.B)]
     segment = np.stack([np.searchsorted(e, np.arange(shape.L), side="right") + 1 for e in ends])
     segment_BL = jnp.asarray(segment, jnp.int32)
-    return dict(q_BLNH=q, k_BMKH=k, v_BMKH=v, segment_BL=segment_BL, segment_BM=segment_BL)
+    return dict(q_BLNH=q, k_BMKH=k, v_BMKP=v, segment_BL=segment_BL, segment_BM=segment_BL)
 
 
 def program(name: str, *, gradients: bool) -> Callable[[dict[str, jax.Array]], Any]:

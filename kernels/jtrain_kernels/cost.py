@@ -161,27 +161,28 @@ def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     it, which is in the fractions that were measured; heads of less than 64 read as much, so they take as long
     as those of 64.
     """
-    q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
-    (B, L, N, H), M = q.shape, k.shape[1]
+    q, k, v = array(avals, "q_BLNH"), array(avals, "k_BMKH"), array(avals, "v_BMKP")
+    (B, L, N, H), M, P = q.shape, k.shape[1], v.shape[3]
     scores = B * N * L * M * visible(avals)
-    forward, backward = ATTENTION[name][_nearest_head(name, H)]
+    forward, backward = ATTENTION[name][_nearest_head(name, max(H, P))]
+    # q and the result have as many heads, k and v fewer; lse is float32.
+    arrays, lse = size_bytes(q) * (H + P) // H + size_bytes(k) + size_bytes(v), 4 * B * N * L
     # Smaller heads are padded up, and the arithmetic of the padding counts.
-    H = max(H, _nearest_head(name, H))
-    # q and the result have one size, k and v another; lse is float32.
-    arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
+    H, P = (max(size, _nearest_head(name, size)) for size in (H, P))
+    flops = 2 * scores * (H + P)
     mask = [OpPart(moved=B * L * M * q.dtype.itemsize)] if name == "cudnn" else []
     return (
-        [OpPart(4 * scores * H, arrays + lse, matmul=forward), *mask],
+        [OpPart(flops, arrays + lse, matmul=forward), *mask],
         # The backward pass reads all four and dy, and writes dq, dk, dv: twice the forward's arrays.
-        [OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward), *mask],
+        [OpPart(flops * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward), *mask],
     )
 
 
 def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
     """Parts of both passes in plain XLA: scores go through memory; two and five matmuls per query chunk."""
-    q, k, chunk = array(avals, "q_BLNH"), array(avals, "k_BMKH"), avals["chunk"]
+    q, v, chunk = array(avals, "q_BLNH"), array(avals, "v_BMKP"), avals["chunk"]
     assert isinstance(chunk, int)
-    (B, L, N, H), M = q.shape, k.shape[1]
+    (B, L, N, H), M = q.shape, v.shape[1]
     # A chunk's scores are a rectangle, of which the diagonal hides half a chunk on average.
     scores = B * N * L * M * min(1.0, visible(avals) + chunk / (2 * M))
     # A short row still has one chunk.
@@ -193,7 +194,7 @@ def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
             OpPart(moved=scores * score_bytes, kernels=3 * chunks),
         ]
 
-    flops = 4 * scores * H
+    flops = 2 * scores * (H + v.shape[3])
     return of_pass(flops, SCORE_BYTES_FORWARD, 2), of_pass(flops * BACKWARD_FLOPS, SCORE_BYTES_BACKWARD, 5)
 
 

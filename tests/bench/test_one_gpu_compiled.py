@@ -99,7 +99,7 @@ def test_attention(step: Step, chip: str) -> None:
         jax.ShapeDtypeStruct((shape.B, shape.L, heads, shape.H), jnp.bfloat16) for heads in (shape.N, shape.K)
     )
     segment = jax.ShapeDtypeStruct((shape.B, shape.L), jnp.int32)
-    arrays = dict(q_BLNH=q, k_BMKH=k, v_BMKH=k, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=q, k_BMKH=k, v_BMKP=k, segment_BL=segment, segment_BM=segment)
     for gradients in (False, True):
         function = aot.op_function(ATTENTION, attention.STATICS, gradients=gradients)
         compiles(chip, function, arrays, forced={"attention": implementation})

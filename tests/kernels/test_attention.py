@@ -45,6 +45,18 @@ def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: in
     )
 
 
+@in_float32("size,chunk", (4, 7), (20, 4))
+def test_heads_of_values_may_have_another_size(dtype: str, size: int, chunk: int) -> None:
+    """Value and gradients agree with values of smaller and of larger heads than the keys' 8."""
+    segment = jnp.asarray(SEGMENTS)
+    agree_with(
+        lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment),
+        (*inputs()[:2], normal(2, B, L, K, size)),
+        dtype,
+    )
+
+
 @pytest.mark.smoke
 def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
     """Changing a key and value moves exactly the queries that may see it."""

@@ -117,7 +117,8 @@ def test_tokamax_has_the_blocks_that_an_h100_ran_fastest() -> None:
     first = {}
     for head_dim in (16, 64, 128, 256):
         query = jax.ShapeDtypeStruct((1, 128, 8, head_dim), jnp.bfloat16)
-        candidates = tokamax.configs(device.from_name("h100"), {"q_BLNH": query})
+        avals = {"q_BLNH": query, "v_BMKP": query}
+        candidates = tokamax.configs(device.from_name("h100"), avals)
         first[head_dim] = candidates[0]["stages_backward"], candidates[0]["block_kv"]
         assert len({tuple(one.items()) for one in candidates}) == len(candidates), (
             "no candidate is timed twice"

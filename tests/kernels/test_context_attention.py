@@ -86,6 +86,18 @@ def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
     )
 
 
+@pytest.mark.parametrize("split", (RowSplit(2, "ring"), RowSplit(2, "ulysses")), ids=str)
+def test_heads_of_values_may_have_another_size(split: RowSplit) -> None:
+    """Value and gradients of a ring's blocks, and of exchanged heads, with values of heads of 12 and keys of 8."""
+    segment = jnp.asarray(SEGMENTS)
+    agree_with(
+        over_devices(split),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment),
+        (*inputs()[:2], normal(2, B, L, K, 12)),
+        "float32",
+    )
+
+
 def test_a_device_has_an_early_and_a_late_part() -> None:
     """The order of positions is the one in which the data plane distributes columns."""
     from jtrain.data.constructor.context_order import context_order

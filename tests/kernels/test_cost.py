@@ -30,7 +30,7 @@ def shapes(
     """Arguments of causal attention."""
     query, key = (jax.ShapeDtypeStruct((B, L, heads, H), jnp.dtype(dtype)) for heads in (N, K))
     segment = jax.ShapeDtypeStruct((B, L), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=512, window=None, causal=True) | changes
 
 

@@ -64,6 +64,22 @@ def test_heads_that_fill_no_registers_are_padded(size: int) -> None:
         np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
 
 
+def test_heads_of_values_are_padded_to_a_size_of_their_own() -> None:
+    """Results and gradients agree with plain JAX as above, with keys of heads of 160 and values of 96."""
+    q, k, v, dy = (
+        jnp.asarray(normal(i, 1, L, heads, size))
+        for i, (heads, size) in enumerate(((N, 160), (K, 160), (K, 96), (N, 96)))
+    )
+    arrays = q, k, v, jnp.asarray(SEGMENT), jnp.asarray(SEGMENT)
+    y, lse = splash.forward(*arrays, mask=Mask(), **BLOCKS)
+    want_y, want_lse = xla.forward(*arrays, mask=Mask(), chunk=64)
+    np.testing.assert_allclose(np.asarray(y), np.asarray(want_y), atol=1e-4)
+    given = *arrays, want_y, want_lse, dy
+    got = splash.backward(*given, mask=Mask(), **BLOCKS)
+    for one, want in zip(got, xla.backward(*given, mask=Mask(), chunk=64), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
+
+
 @pytest.mark.parametrize("window", (None, 70), ids=("causal", "window"))
 def test_the_range_of_keys_that_tokamax_gets_is_the_mask(window: int | None) -> None:
     """For causal rows of documents and for blocks of other keys, exactly the keys of the mask lie in the
@@ -89,7 +105,7 @@ def test_the_range_of_keys_that_tokamax_gets_is_the_mask(window: int | None) -> 
 def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool = True) -> registry.Avals:
     query, key = (jax.ShapeDtypeStruct((1, L, heads, H), jnp.dtype(dtype)) for heads in (4, 2))
     segment = jax.ShapeDtypeStruct((1, L), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=512, window=None, causal=causal)
 
 

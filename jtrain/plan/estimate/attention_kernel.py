@@ -144,5 +144,5 @@ def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool) -> registry.Aval
         jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads)
     )
     segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=chunk, window=None, causal=causal)

@@ -27,18 +27,19 @@ type _Config = tuple[tuple[str, int], ...]
 def attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
     *,
     chunk: int,
     window: int | None = None,
-) -> Float[Array, "B L N H"]:
+) -> Float[Array, "B L N P"]:
     """Softmax attention of each query to the keys of its segment up to its own index, at most `window`.
 
     The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     The backward pass recomputes them from q, k, v and the log-partition of each query. Scores are divided by
     sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n * K // N.
+    Heads of values may have another size P than those of queries and keys.
     Segment 0 is padding: its queries attend among themselves, so their rows are finite but meaningless.
 
     The results that the backward pass needs carry the checkpoint name "attention".
@@ -65,7 +66,7 @@ def attention(
         ATTENTION,
         q_BLNH=q_BLNH,
         k_BMKH=k_BMKH,
-        v_BMKH=v_BMKH,
+        v_BMKP=v_BMKP,
         segment_BL=segment_BL,
         segment_BM=segment_BM,
         chunk=chunk,
@@ -79,12 +80,12 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
     """Passes of the implementation that the registry selects for these shapes, to combine blocks.
 
     Args:
-      shapes: q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM, or their shapes.
+      shapes: q_BLNH, k_BMKH, v_BMKP, segment_BL and segment_BM, or their shapes.
 
     Raises:
       UserError: a forced implementation cannot run, or has no passes.
     """
-    names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
+    names = ("q_BLNH", "k_BMKH", "v_BMKP", "segment_BL", "segment_BM")
     # Hops of a ring have no window: `context_attention` refuses the combination.
     avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
     choice = registry.select(ATTENTION, avals)
@@ -118,7 +119,7 @@ def _in_scope(scope: str, run_pass: Callable[..., Any], *arrays: Array, mask: Ma
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[Array, "B L N H"]:
+def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[Array, "B L N P"]:
     """Attention of `arrays`, the arrays that `Passes.forward` takes."""
     return _vjp_forward(passes, mask, chunk, *arrays)[0]
 
@@ -126,17 +127,17 @@ def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[
 def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     result = passes.forward(*arrays, mask=mask, chunk=chunk)
     # Named outside of the implementations, so that a remat policy saves the results of any of them.
-    y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in result)
-    return y_BLNH, (*arrays, y_BLNH, lse_BNL)
+    y_BLNP, lse_BNL = (checkpoint_name(x, "attention") for x in result)
+    return y_BLNP, (*arrays, y_BLNP, lse_BNL)
 
 
 def _vjp_backward(
-    passes: Passes, mask: Mask, chunk: int, saved: tuple[Array, ...], dy_BLNH: Array
+    passes: Passes, mask: Mask, chunk: int, saved: tuple[Array, ...], dy_BLNP: Array
 ) -> tuple[Array, Array, Array, None, None]:
-    dq, dk, dv = passes.backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
-    q_BLNH, k_BMKH, v_BMKH = saved[:3]
+    dq, dk, dv = passes.backward(*saved, dy_BLNP, mask=mask, chunk=chunk)
+    q_BLNH, k_BMKH, v_BMKP = saved[:3]
     # Passes may return other dtypes; gradients must have those of the arrays.
-    return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKH.dtype), None, None
+    return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKP.dtype), None, None
 
 
 _attention.defvjp(_vjp_forward, _vjp_backward)
@@ -146,7 +147,7 @@ def _call(
     name: str,
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
     *,
@@ -154,16 +155,16 @@ def _call(
     window: int | None,
     causal: bool,
     **config: int,
-) -> Float[Array, "B L N H"]:
+) -> Float[Array, "B L N P"]:
     passes = configured(name, tuple(sorted(config.items())))
-    return _attention(passes, Mask(causal, window), chunk, q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM)
+    return _attention(passes, Mask(causal, window), chunk, q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM)
 
 
 def _llama8b() -> registry.Avals:
     # Llama 3 8B: 32 query heads and 8 key heads of 128, one sequence of 8192.
     query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
     segment = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=512, window=None, causal=True)
 
 

@@ -42,10 +42,10 @@ def forward(
     chunk: int,
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32; 0 and -inf for a query that sees no key."""
     chunk, K = _fitting(q_BLNH.shape[1], chunk), k_BMKH.shape[2]
 
@@ -57,7 +57,7 @@ def forward(
         p = jnp.exp(s - top[..., None])
         total = jnp.sum(p, axis=-1)
         y = jnp.einsum(
-            "bkglm,bmkh->bkglh", p.astype(v_BMKH.dtype), v_BMKH, preferred_element_type=jnp.float32
+            "bkglm,bmkp->bkglp", p.astype(v_BMKP.dtype), v_BMKP, preferred_element_type=jnp.float32
         )
         # A query without keys has total 0; dividing by 1 gives it y = 0.
         y = y / jnp.where(total == 0, 1.0, total)[..., None]
@@ -66,25 +66,25 @@ def forward(
 
     y, lse = jax.lax.map(forward_chunk, (_parts(_grouped(q_BLNH, K), chunk), _parts(segment_BL, chunk)))
     B, L, N, _ = q_BLNH.shape
-    return _whole(y).reshape(q_BLNH.shape), _whole(lse, axis=3).reshape(B, N, L)
+    return _whole(y).reshape(B, L, N, -1), _whole(lse, axis=3).reshape(B, N, L)
 
 
 def backward(
     chunk: int,
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BNL: Array,
-    dy_BLNH: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    dy_BLNP: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """Gradients of q, k and v in float32, so that the caller can add those of other blocks."""
     dtype, scale = q_BLNH.dtype, q_BLNH.shape[-1] ** -0.5
     (B, L, N, _), K = q_BLNH.shape, k_BMKH.shape[2]
     chunk = _fitting(L, chunk)
-    q, y, dy = (_parts(_grouped(x, K), chunk) for x in (q_BLNH, y_BLNH, dy_BLNH))
+    q, y, dy = (_parts(_grouped(x, K), chunk) for x in (q_BLNH, y_BLNP, dy_BLNP))
     lse = _parts(lse_BNL.reshape(B, K, N // K, L), chunk, axis=3)
 
     def backward_chunk(
@@ -92,18 +92,19 @@ def backward(
     ) -> tuple[tuple[Array, Array], Array]:
         q, y, dy, segment_BC, lse = part
         # Sum of y * dy per query, as in `chunks`: p * dp summed over keys without the scores.
-        delta = jnp.einsum("blkgh,blkgh->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
+        delta = jnp.einsum("blkgp,blkgp->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
         # A row that sees none of these keys has p = 0: lse is over all keys, so it is finite.
         p = jnp.exp(_scores(q, k_BMKH, segment_BC, segment_BM) - lse[..., None])
-        dp = jnp.einsum("blkgh,bmkh->bkglm", dy, v_BMKH, preferred_element_type=jnp.float32)
+        dp = jnp.einsum("blkgp,bmkp->bkglm", dy, v_BMKP, preferred_element_type=jnp.float32)
         ds = (p * (dp - delta[..., None]) * scale).astype(dtype)
-        dv = jnp.einsum("bkglm,blkgh->bmkh", p.astype(dtype), dy, preferred_element_type=jnp.float32)
+        dv = jnp.einsum("bkglm,blkgp->bmkp", p.astype(dtype), dy, preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkglm,blkgh->bmkh", ds, q, preferred_element_type=jnp.float32)
         dq = jnp.einsum("bkglm,bmkh->blkgh", ds, k_BMKH, preferred_element_type=jnp.float32)
         return (key_sums[0] + dk, key_sums[1] + dv), dq
 
-    zeros = jnp.zeros(k_BMKH.shape, jnp.float32)
-    (dk_BMKH, dv_BMKH), dq = jax.lax.scan(
-        backward_chunk, (zeros, zeros), (q, y, dy, _parts(segment_BL, chunk), lse)
+    dk_zeros = jnp.zeros(k_BMKH.shape, jnp.float32)
+    dv_zeros = dk_zeros if v_BMKP.shape == k_BMKH.shape else jnp.zeros(v_BMKP.shape, jnp.float32)
+    (dk_BMKH, dv_BMKP), dq = jax.lax.scan(
+        backward_chunk, (dk_zeros, dv_zeros), (q, y, dy, _parts(segment_BL, chunk), lse)
     )
-    return _whole(dq).reshape(q_BLNH.shape), dk_BMKH, dv_BMKH
+    return _whole(dq).reshape(q_BLNH.shape), dk_BMKH, dv_BMKP

@@ -17,13 +17,13 @@ from jtrain_kernels.platforms import by_platform
 
 def forward(
     chunk: int, window: int | None, *arrays: Array
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32; takes the arrays that `Passes.forward` does.
 
     Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     """
-    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, chunk, window, arrays)
-    return y_BLNH, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
+    y_BLNP, lse_BKGL1 = _on_each_platform(_forward, chunk, window, arrays)
+    return y_BLNP, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
 
 
 def backward(
@@ -31,18 +31,18 @@ def backward(
     window: int | None,
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BNL: Array,
-    dy_BLNH: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    dy_BLNP: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """Gradients of q, k and v; scores are recomputed from q, k and the log-partitions."""
     (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
     # A trailing 1 in place of H, so that `queries` slices log-partitions too.
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
-    arrays = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
+    arrays = q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM, y_BLNP, lse_BKGL1, dy_BLNP
     return _on_each_platform(_backward, chunk, window, arrays)  # pyright: ignore[reportReturnType]
 
 
@@ -145,19 +145,18 @@ def _forward(
     window: int | None,
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B K G L 1"]]:
     """Result, and each query's log-partition in float32."""
-    B, L, N, H = q_BLNH.shape
-    K = k_BMKH.shape[2]
+    (B, _, N, _), (K, P) = q_BLNH.shape, v_BMKP.shape[2:]
     q_BKGLH = _heads_first(q_BLNH, K)
-    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    k_BKMH, v_BKMP = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKP, K)[:, :, 0]
     ys, lses = [], []
     # Chunks are unrolled: each has another number of keys, which a scan could not have.
-    for part in _chunks(L, chunk, window):
-        k, v = part.keys(k_BKMH), part.keys(v_BKMH)
+    for part in _chunks(q_BLNH.shape[1], chunk, window):
+        k, v = part.keys(k_BKMH), part.keys(v_BKMP)
         s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
         # Subtracted before the exponential, which is then at most 1.
         top_BKQ1 = jnp.max(s_BKQM, axis=-1, keepdims=True)
@@ -165,10 +164,10 @@ def _forward(
         sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
         # Normalising the result, not p, saves a pass over the scores.
         y = (
-            jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            jnp.einsum("bkqm,bkmp->bkqp", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32)
             / sum_BKQ1
         )
-        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, H))
+        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, P))
         lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, -1, 1))
     return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
 
@@ -178,42 +177,43 @@ def _backward(
     window: int | None,
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BKGL1: Array,
-    dy_BLNH: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    dy_BLNP: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """Gradients of q, k and v."""
     dtype, (B, L, N, H) = q_BLNH.dtype, q_BLNH.shape
-    K = k_BMKH.shape[2]
+    K, P = v_BMKP.shape[2:]
     q_BKGLH = _heads_first(q_BLNH, K)
-    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
-    dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
+    k_BKMH, v_BKMP = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKP, K)[:, :, 0]
+    dy_BKGLP, y_BKGLP = _heads_first(dy_BLNP, K), _heads_first(y_BLNP, K)
     # Sum of p * dp over keys equals the sum of y * dy over the head: one number per query, without scores.
-    delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
+    delta_BKGL1 = jnp.sum(dy_BKGLP.astype(jnp.float32) * y_BKGLP.astype(jnp.float32), axis=-1, keepdims=True)
 
     dqs, dk_tails, dv_tails = [], [], []
-    dk_BKHM = dv_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
+    dk_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
+    dv_BKPM = dk_BKHM if P == H else jnp.zeros((B, K, P, L), jnp.float32)
     # From the last chunk to the first, so that gradients of keys behind a chunk's last key are finished.
     for part in reversed(_chunks(L, chunk, window)):
-        k, v = part.keys(k_BKMH), part.keys(v_BKMH)
-        q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
-        q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKHM), q, dy)
+        k, v = part.keys(k_BKMH), part.keys(v_BKMP)
+        q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLP)
+        q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKPM), q, dy)
         s_BKQM = part.scores(q, k, segment_BL, segment_BM)
         # With the log-partition the probabilities need no second maximum and sum.
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
-        dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
+        dp_BKQM = jnp.einsum("bkqp,bkmp->bkqm", dy, v, preferred_element_type=jnp.float32)
         ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
         dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, -1, H))
         # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
-        dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
+        dv = jnp.einsum("bkpq,bkqm->bkpm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
         # Keys after this chunk's last query get nothing from earlier chunks, so their gradients are done.
         dk_tails.append(dk_BKHM[..., part.stop :])
-        dv_tails.append(dv_BKHM[..., part.stop :])
-        dk_BKHM, dv_BKHM = part.add(dk_BKHM, dk), part.add(dv_BKHM, dv)
+        dv_tails.append(dv_BKPM[..., part.stop :])
+        dk_BKHM, dv_BKPM = part.add(dk_BKHM, dk), part.add(dv_BKPM, dv)
 
     def join_tails(finished: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
         return jnp.concatenate([finished, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
@@ -221,7 +221,7 @@ def _backward(
     return (
         _heads_last(jnp.concatenate(dqs[::-1], axis=3)),
         join_tails(dk_BKHM, dk_tails),
-        join_tails(dv_BKHM, dv_tails),
+        join_tails(dv_BKPM, dv_tails),
     )
 
 

@@ -59,13 +59,13 @@ WHOLE_ROWS = RowSplit(1)
 def context_attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BLKH: Float[Array, "B L K H"],
-    v_BLKH: Float[Array, "B L K H"],
+    v_BLKP: Float[Array, "B L K P"],
     segment_BL: Int[Array, "B L"],
     *,
     split: RowSplit,
     chunk: int,
     window: int | None = None,
-) -> Float[Array, "B L N H"]:
+) -> Float[Array, "B L N P"]:
     """`attention` of this device's queries to the keys of all devices along `split.axis`; call it under
     shard_map.
 
@@ -73,7 +73,7 @@ def context_attention(
       UserError: positions or heads do not divide over the devices, or a ring is asked for a window.
     """
     if split.size == 1:
-        return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, window=window)
+        return attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, chunk=chunk, window=window)
     if split.order == "zigzag" and q_BLNH.shape[1] % 2:
         raise UserError(
             f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set "
@@ -86,31 +86,31 @@ def context_attention(
                 f"attention: window={window} with layout.context_attention=ring: a ring's blocks have no "
                 "distances. Set layout.context_attention=ulysses."
             )
-        return _by_ring(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
-    return _by_heads(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk, window)
+        return _by_ring(q_BLNH, k_BLKH, v_BLKP, segment_BL, split, chunk)
+    return _by_heads(q_BLNH, k_BLKH, v_BLKP, segment_BL, split, chunk, window)
 
 
 def _by_ring(
-    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: RowSplit, chunk: int
-) -> Float[Array, "B L N H"]:
-    local_passes = passes_for(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, causal=True)
+    q_BLNH: Array, k_BLKH: Array, v_BLKP: Array, segment_BL: Array, split: RowSplit, chunk: int
+) -> Float[Array, "B L N P"]:
+    local_passes = passes_for(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, chunk=chunk, causal=True)
     # A hop's two blocks are stacked along B, each over half of a device's positions.
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
-            (q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL)]  # fmt: skip
+            (q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL)]  # fmt: skip
     hop_passes = passes_for(*half, chunk=chunk, causal=False)
     ring = RingAttention(split.axis, split.size, chunk, local_passes, hop_passes)
-    return ring_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)
+    return ring_attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, ring)
 
 
 def _by_heads(
     q_BLNH: Array,
     k_BLKH: Array,
-    v_BLKH: Array,
+    v_BLKP: Array,
     segment_BL: Array,
     split: RowSplit,
     chunk: int,
     window: int | None,
-) -> Float[Array, "B L N H"]:
+) -> Float[Array, "B L N P"]:
     N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
     # Key heads are repeated just often enough that every device gets one.
     repeats = 1 if K % c == 0 else c // K
@@ -127,9 +127,9 @@ def _by_heads(
         )
 
     # With fewer key heads than devices, several devices share a key head.
-    k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))
+    k_BLKH, v_BLKP = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKP))
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
-    q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKH))
+    q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKP))
     # Results in the split's order of positions before heads are exchanged back.
     y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk, window=window), split)
     return jax.lax.all_to_all(y, split.axis, split_axis=1, concat_axis=2, tiled=True)

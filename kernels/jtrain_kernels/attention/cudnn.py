@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import compat
 from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.attention.pad_heads import cut_heads, largest_head, pad_heads
 from jtrain_kernels.device import DeviceSpec
 
 _LARGEST_HEAD = {8: 128, 9: 256, 10: 128}
@@ -23,7 +24,7 @@ _LARGEST_HEAD = {8: 128, 9: 256, 10: 128}
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     """Reason why the implementation cannot run; None if it can."""
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
-    L, H = query.shape[1], query.shape[3]
+    L, H = query.shape[1], largest_head(avals)
     if device.compute_capability is None or device.compute_capability[0] not in _LARGEST_HEAD:
         return "cuDNN runs on NVIDIA GPUs from Ampere on"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -45,49 +46,51 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
 def forward(
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
     *,
     mask: Mask,
     chunk: int,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """See `Passes`."""
     del chunk
-    arrays = q_BLNH, k_BMKH, v_BMKH
-    y_BLNH, lse_BNL = compat.cudnn_attention(
+    arrays = _equal_heads(q_BLNH, k_BMKH, v_BMKP)
+    y_BLNP, lse_BNL = compat.cudnn_attention(
         *arrays, bias=_bias(segment_BL, segment_BM, q_BLNH), **_statics(mask, q_BLNH)
     )
+    (y_BLNP,) = cut_heads(v_BMKP.shape[-1], y_BLNP)
     # Under a causal mask every query sees itself, so no row is empty.
     if mask.causal:
-        return y_BLNH, lse_BNL
+        return y_BLNP, lse_BNL
     # If a query sees none of these keys, all scores have the mask's value, and the log-partition is
     # meaningless.
     seen_BL1 = jnp.any(segment_BL[:, :, None] == segment_BM[:, None, :], axis=2, keepdims=True)
     lse_BNL = jnp.where(seen_BL1.mT, lse_BNL, -jnp.inf)
-    return jnp.where(seen_BL1[..., None], y_BLNH, 0), lse_BNL
+    return jnp.where(seen_BL1[..., None], y_BLNP, 0), lse_BNL
 
 
 def backward(
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BNL: Array,
-    dy_BLNH: Array,
+    dy_BLNP: Array,
     *,
     mask: Mask,
     chunk: int,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """See `Passes`."""
     del chunk
     # Made again, not saved: B * L * M elements per layer would stay in memory until the backward pass.
     bias = _bias(segment_BL, segment_BM, q_BLNH)
-    arrays = q_BLNH, k_BMKH, v_BMKH, lse_BNL, y_BLNH, dy_BLNH
-    dq_BLNH, dk_BMKH, dv_BMKH = compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
-    return dq_BLNH, dk_BMKH, dv_BMKH
+    q, k, v, y, dy = _equal_heads(q_BLNH, k_BMKH, v_BMKP, y_BLNP, dy_BLNP)
+    arrays = q, k, v, lse_BNL, y, dy
+    dq, dk, dv = compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
+    return *cut_heads(q_BLNH.shape[-1], dq, dk), *cut_heads(v_BMKP.shape[-1], dv)
 
 
 PASSES = Passes(forward, backward)
@@ -95,6 +98,11 @@ PASSES = Passes(forward, backward)
 
 def _statics(mask: Mask, q_BLNH: Array) -> dict[str, Any]:
     return dict(causal=mask.causal, window=mask.window, scale=q_BLNH.shape[-1] ** -0.5)
+
+
+def _equal_heads(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays with heads of one size: cuDNN takes no others in both passes."""
+    return pad_heads(max(x.shape[-1] for x in arrays), *arrays)
 
 
 def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "B 1 L M"]:

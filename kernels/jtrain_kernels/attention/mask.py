@@ -29,11 +29,11 @@ CAUSAL, EVERY = Mask(), Mask(causal=False)
 class Passes:
     """Attention without its gradient rule: two functions over blocks of queries and keys.
 
-    forward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, *, mask, chunk) -> (y_BLNH, lse_BNL): the result
+    forward: (q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM, *, mask, chunk) -> (y_BLNP, lse_BNL): the result
       in q's dtype, and each query's log-partition in float32. A query that sees no key has y = 0 and lse =
       -inf.
-    backward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BNL, dy_BLNH, *, mask, chunk) ->
-      (dq_BLNH, dk_BMKH, dv_BMKH). If a query sees more keys than those of the block, y and lse are over all
+    backward: (q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM, y_BLNP, lse_BNL, dy_BLNP, *, mask, chunk) ->
+      (dq_BLNH, dk_BMKH, dv_BMKP). If a query sees more keys than those of the block, y and lse are over all
       its keys; the gradients of all blocks then add up to the whole gradient (arXiv:2310.01889, appendix B).
     """
 

@@ -2,8 +2,16 @@
 results.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
+
+
+def largest_head(avals: Mapping[str, Any]) -> int:
+    """Head size of queries and keys, or that of values if it is larger."""
+    return max(avals["q_BLNH"].shape[3], avals["v_BMKP"].shape[3])
 
 
 def pad_heads(width: int, *arrays: Array) -> tuple[Array, ...]:

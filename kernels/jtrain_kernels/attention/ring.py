@@ -55,17 +55,17 @@ class RingAttention:
 
 
 type _Result = tuple[Array, Array]
-"""y_BLNH and lse_BNL of the queries over some of the keys, float32."""
+"""y_BLNP and lse_BNL of the queries over some of the keys, float32."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def ring_attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BLKH: Float[Array, "B L K H"],
-    v_BLKH: Float[Array, "B L K H"],
+    v_BLKP: Float[Array, "B L K P"],
     segment_BL: Int[Array, "B L"],
     ring: RingAttention,
-) -> Float[Array, "B L N H"]:
+) -> Float[Array, "B L N P"]:
     """Causal attention within segments of this device's queries to the keys of all devices of the ring.
 
     Every array is this device's early part followed by its late part. A device sends k, v and segments c - 1
@@ -73,13 +73,13 @@ def ring_attention(
     computed. It holds the keys of two devices at a time. The results that the backward pass needs carry the
     checkpoint name "attention".
     """
-    return _vjp_forward(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)[0]
+    return _vjp_forward(q_BLNH, k_BLKH, v_BLKP, segment_BL, ring)[0]
 
 
 def _vjp_forward(
-    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, ring: RingAttention
+    q_BLNH: Array, k_BLKH: Array, v_BLKP: Array, segment_BL: Array, ring: RingAttention
 ) -> tuple[Array, tuple[Array, ...]]:
-    inputs = q_BLNH, k_BLKH, v_BLKH, segment_BL
+    inputs = q_BLNH, k_BLKH, v_BLKP, segment_BL
     # Sent before this device's own block is computed, which hides the first hop.
     arrived = ring.send(inputs[1:])
     local_result = ring.local_passes.forward(*inputs, segment_BL, mask=CAUSAL, chunk=ring.chunk)
@@ -98,18 +98,18 @@ def _vjp_forward(
     total = local_result[0].astype(jnp.float32), local_result[1]
     # Hops 1 to c - 2 in the loop; the last one sends nothing, so it stands after it.
     (total, last), _ = jax.lax.scan(step, (total, arrived), jnp.arange(1, ring.size - 1))
-    y_BLNH, lse_BNL = hop(total, last, ring.size - 1)
-    y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in (y_BLNH.astype(q_BLNH.dtype), lse_BNL))
-    return y_BLNH, (*inputs, y_BLNH, lse_BNL)
+    y_BLNP, lse_BNL = hop(total, last, ring.size - 1)
+    y_BLNP, lse_BNL = (checkpoint_name(x, "attention") for x in (y_BLNP.astype(q_BLNH.dtype), lse_BNL))
+    return y_BLNP, (*inputs, y_BLNP, lse_BNL)
 
 
 def _vjp_backward(
-    ring: RingAttention, saved: tuple[Array, ...], dy_BLNH: Array
+    ring: RingAttention, saved: tuple[Array, ...], dy_BLNP: Array
 ) -> tuple[Array, Array, Array, None]:
-    q_BLNH, k_BLKH, v_BLKH, segment_BL, y_BLNH, lse_BNL = saved
-    arrived = ring.send((k_BLKH, v_BLKH, segment_BL))
+    q_BLNH, k_BLKH, v_BLKP, segment_BL, y_BLNP, lse_BNL = saved
+    arrived = ring.send((k_BLKH, v_BLKP, segment_BL))
     local_gradients = ring.local_passes.backward(
-        *saved[:4], *saved[3:], dy_BLNH, mask=CAUSAL, chunk=ring.chunk
+        *saved[:4], *saved[3:], dy_BLNP, mask=CAUSAL, chunk=ring.chunk
     )
     # Float32 from here on: each hop adds to the sums, and they are rounded once at the end.
     dq, *dkv = (x.astype(jnp.float32) for x in local_gradients)
@@ -119,7 +119,7 @@ def _vjp_backward(
     ) -> tuple[Array, list[Array]]:
         pair = _Pair(ring.earlier(distance))
         k, v, segment = map(pair.keys, keys)
-        rows = pair.queries(y_BLNH), pair.queries(lse_BNL, axis=2), pair.queries(dy_BLNH)
+        rows = pair.queries(y_BLNP), pair.queries(lse_BNL, axis=2), pair.queries(dy_BLNP)
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
         # Gradients of keys travel one hop behind the keys: the previous holder sends its sum so far.
         arriving = ring.send(dkv)
@@ -136,7 +136,7 @@ def _vjp_backward(
     (dq, dkv, last), _ = jax.lax.scan(step, (dq, dkv, arrived), jnp.arange(1, ring.size - 1))
     dq, dkv = hop(dq, dkv, last, ring.size - 1)
     dk, dv = ring.send(dkv)  # back to the owner of the keys
-    return dq.astype(q_BLNH.dtype), dk.astype(k_BLKH.dtype), dv.astype(v_BLKH.dtype), None
+    return dq.astype(q_BLNH.dtype), dk.astype(k_BLKH.dtype), dv.astype(v_BLKP.dtype), None
 
 
 ring_attention.defvjp(_vjp_forward, _vjp_backward)

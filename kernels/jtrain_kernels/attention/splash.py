@@ -40,7 +40,7 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
 def forward(
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
     *,
@@ -49,54 +49,58 @@ def forward(
     block_q: int,
     block_kv: int,
     interpret: bool = False,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """See `Passes`.
 
     The kernel has no scale. The keys are scaled, because they have fewer heads than the queries: in bfloat16
     a further rounding if H is no power of 4.
     """
     del chunk
-    H = q_BLNH.shape[-1]
+    H, P = q_BLNH.shape[-1], v_BMKP.shape[-1]
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
-    of_heads = pad_heads(_padded(H), *map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH)))
-    y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
+    of_heads = (
+        *pad_heads(_padded(H), _heads_first(q_BLNH), _heads_first(_scaled(k_BMKH))),
+        *pad_heads(_padded(P), _heads_first(v_BMKP)),
+    )
+    y_BNLP, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
     # The kernel writes it once per lane, and XLA would keep all 128 until the backward pass.
     lse_BNL = jax.lax.optimization_barrier(lse_BNL)
-    (y_BNLH,) = cut_heads(H, y_BNLH)
+    (y_BNLP,) = cut_heads(P, y_BNLP)
     seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a query that sees no key has only the mask's value
-    return _heads_first(y_BNLH), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
+    return _heads_first(y_BNLP), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
 
 
 def backward(
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BNL: Array,
-    dy_BLNH: Array,
+    dy_BLNP: Array,
     *,
     mask: Mask,
     chunk: int,
     block_q: int,
     block_kv: int,
     interpret: bool = False,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """See `Passes`."""
     del chunk
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=False)
-    H = q_BLNH.shape[-1]
+    H, P = q_BLNH.shape[-1], v_BMKP.shape[-1]
     # The sums of y * dy are a pass of their own: as the end of the matmul that gives dy, they make XLA:TPU's
     # matmul 1.6 times as long.
-    dy_BLNH = jax.lax.optimization_barrier(dy_BLNH)
-    arrays = map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH, y_BLNH, dy_BLNH))
-    q, k, v, y, dy = pad_heads(_padded(H), *arrays)
+    dy_BLNP = jax.lax.optimization_barrier(dy_BLNP)
+    q, k, v, y, dy = map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKP, y_BLNP, dy_BLNP))
+    q, k, v, y, dy = *pad_heads(_padded(H), q, k), *pad_heads(_padded(P), v, y, dy)
     saved = q, k, v, _segments(segment_BL, segment_BM), y, lse_BNL
-    gradients = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
-    dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, cut_heads(H, *gradients))
+    dq, dk, dv = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
+    gradients = *cut_heads(H, dq, dk), *cut_heads(P, dv)
+    dq_BLNH, dk_BMKH, dv_BMKP = map(_heads_first, gradients)
     # dk is the gradient of the scaled keys, so the scale is applied to it once more.
-    return dq_BLNH, _scaled(dk_BMKH), dv_BMKH
+    return dq_BLNH, _scaled(dk_BMKH), dv_BMKP
 
 
 PASSES = Passes(forward, backward)

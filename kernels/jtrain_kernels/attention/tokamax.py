@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.attention.mask import Mask, Passes
-from jtrain_kernels.attention.pad_heads import cut_heads, pad_heads
+from jtrain_kernels.attention.pad_heads import cut_heads, largest_head, pad_heads
 from jtrain_kernels.device import DeviceSpec
 
 VERSION = "0.0.17"
@@ -41,7 +41,7 @@ def _padded(capability: int, H: int) -> int:
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     """Reason why the implementation cannot run; None if it can."""
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
-    L, H = query.shape[1], query.shape[3]
+    L, H = query.shape[1], largest_head(avals)
     if _capability(device) not in HEADS:
         return (
             "tokamax's kernels, as they are called here, are for Hopper and Blackwell (sm90 and sm100) GPUs"
@@ -69,7 +69,7 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
     largest whose backward kernel spills no registers (compiled for B200).
     """
     capability = _capability(device)
-    H = _padded(capability, avals["q_BLNH"].shape[3])
+    H = _padded(capability, largest_head(avals))
     if capability == 100:
         first = dict(capability=100, block_q=128, block_kv=128, stages=256 // H, stages_backward=2)
         first |= dict(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64)
@@ -97,7 +97,7 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
 def forward(
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
     *,
@@ -108,10 +108,10 @@ def forward(
     block_kv: int,
     stages: int,
     **of_backward: int,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """See `Passes`."""
     del chunk, of_backward
-    H = q_BLNH.shape[-1]
+    H, P = q_BLNH.shape[-1], v_BMKP.shape[-1]
     kernel = functools.partial(
         _forward_kernel(capability, block_q, block_kv, stages),
         is_causal=mask.causal,
@@ -124,21 +124,24 @@ def forward(
         rescale_threshold=1.0,
     )
     batched_kernel: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
-    arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH)
-    y_BLNH, (top_BNL, total_BNL) = batched_kernel(*arrays, *key_ranges(segment_BL, segment_BM, mask))
+    arrays = (
+        *pad_heads(_padded(capability, H), q_BLNH, k_BMKH),
+        *pad_heads(_padded(capability, P), v_BMKP),
+    )
+    y_BLNP, (top_BNL, total_BNL) = batched_kernel(*arrays, *key_ranges(segment_BL, segment_BM, mask))
     # The kernel returns the largest score and the sum of exponentials; their log-partition is one number.
-    return cut_heads(H, y_BLNH)[0], top_BNL + jnp.log(total_BNL)
+    return cut_heads(P, y_BLNP)[0], top_BNL + jnp.log(total_BNL)
 
 
 def backward(
     q_BLNH: Array,
     k_BMKH: Array,
-    v_BMKH: Array,
+    v_BMKP: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
+    y_BLNP: Array,
     lse_BNL: Array,
-    dy_BLNH: Array,
+    dy_BLNP: Array,
     *,
     mask: Mask,
     chunk: int,
@@ -149,10 +152,10 @@ def backward(
     block_kv_dq: int,
     stages_backward: int,
     **of_forward: int,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K P"]]:
     """See `Passes`."""
     del chunk, of_forward
-    H = q_BLNH.shape[-1]
+    H, P = q_BLNH.shape[-1], v_BMKP.shape[-1]
     blocks = dict(
         block_q_dkv=block_q_dkv, block_kv_dkv=block_kv_dkv, block_q_dq=block_q_dq, block_kv_dq=block_kv_dq
     )
@@ -171,10 +174,12 @@ def backward(
         # With the log-partition in place of the largest score, the exponentials sum to 1.
         return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]
 
-    arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH, y_BLNH, dy_BLNH)
+    arrays = (
+        *pad_heads(_padded(capability, H), q_BLNH, k_BMKH),
+        *pad_heads(_padded(capability, P), v_BMKP, y_BLNP, dy_BLNP),
+    )
     dq, dk, dv = jax.vmap(backward_of_row)(*arrays, lse_BNL, *key_ranges(segment_BL, segment_BM, mask))
-    dq, dk, dv = cut_heads(H, dq, dk, dv)
-    return dq, dk, dv
+    return *cut_heads(H, dq, dk), *cut_heads(P, dv)
 
 
 PASSES = Passes(forward, backward)

@@ -74,7 +74,7 @@ def test_without_traffic_and_memory_a_step_is_its_flops() -> None:
 def attention_avals(rows: int, length: int, heads: int, kv_heads: int, **changes: Any) -> registry.Avals:
     query, key = (jax.ShapeDtypeStruct((rows, length, n, 128), jnp.bfloat16) for n in (heads, kv_heads))
     segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=512, window=None, causal=True) | changes
 
 
