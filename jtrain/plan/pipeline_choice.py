@@ -167,7 +167,7 @@ def plan_stages(
         stage_option = (
             f"--stages {', '.join(smaller)}{' or ' if smaller else ''}{largest}"
             if stage_counts
-            else "a --count that 2 divides"
+            else f"--count {count + count % 2} --stages 2"
         )
         raise UserError(
             f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that "

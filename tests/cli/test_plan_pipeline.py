@@ -192,7 +192,7 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
             (*TINY[:-1], "7", "--stages", "7"),
             "7 stages on --count 7 devices: a pipeline has at least 2 stages, a num",
         ),
-        ((*TINY[:-1], "7", "--stages", "7"), "Give a --count that 2 divides"),
+        ((*TINY[:-1], "7", "--stages", "7"), "Give --count 8 --stages 2."),
         ((*TINY, "--microbatches", "4"), "1 stages on --count 8 devices"),
         ((*TINY, "--csv", "mine.txt"), "a run takes a schedule from a file whose name ends in .csv"),
         ((*TINY, "--set", "pipeline.schedule=zbv"), "Give --schedule zbv in its place"),

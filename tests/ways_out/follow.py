@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 
 type Words = list[str]
 
-_PATH = r"(?<![\w./-])(?:[a-z_]+(?:\.[a-z_0-9]+)+|num_steps|seed)(?![\w/])"
+_COMPONENTS = "mesh|layout|pipeline|precision|model|optimizer|data|eval|checkpoint|profile|guard|metrics"
+_PATH = rf"(?<![\w./-])(?:(?:{_COMPONENTS})(?:\.[a-z_0-9]+)+|num_steps|seed)(?![\w/])"
 _VALUE = r"\([^)]*\)|\{[^}]*\}|'[^']*'|[\w+.:-]*[\w+]"
 _OPTION = r"--[a-z][a-z-]*"
 _VERBS = "set|add|leave|give|use|raise|lower|remove|take|run"
@@ -77,9 +78,9 @@ def _commands(clause: str, message: str, words: Words, values: Mapping[str, str]
         missing = [name for name in dict.fromkeys(re.findall(_OPTION, message)) if name not in words]
         yield [*words, *(word for name in missing for word in (name, values[name]))]
     elif (subject := re.match(rf"({_OPTION})[ =]", message)) and (
-        match := re.match(r"(?:one of )?([\w-]+),? ?", advice)
+        match := re.match(r"one of ([\w-]+)|(\d+)(?:,|$)", advice)
     ):
-        yield [*without(words, subject[1]), subject[1], match[1]]
+        yield [*without(words, subject[1]), subject[1], match[1] or match[2]]
     else:
         changed = [*words]
         for part in re.split(r" and (?=[a-z_.]+=|[a-z_]+\.[a-z]|[a-z_]+=)", advice):
@@ -107,7 +108,7 @@ def _setting(part: str, message: str, words: Words) -> Words:
         return ["--set", f"{_SHORT.get(match[1], match[1])}={match[2]}"]
     if match := re.search(rf"({_PATH}) (?:to|at|above) (.*)", part):
         path, text = match[1], match[0].removeprefix(f"{match[1]} ")
-    elif match := re.match(r"(?:it )?(to .*)", part):
+    elif match := re.match(r"(?:it )?(to .*|'.*)", part):
         # The last field that was named before.
         path, text = re.findall(_PATH, message.partition(part)[0])[-1], match[1]
     elif re.fullmatch(_PATH, part) and (nearest := re.search(r"[Nn]earest[^:]*: ([\d, ]*\d)", message)):
@@ -122,7 +123,7 @@ def _setting(part: str, message: str, words: Words) -> Words:
 
 def _value(text: str, current: str | None) -> str | None:
     """A value that `2 or more`, `a multiple of 4`, `one of a, b`, `at least 3` or `'bytes'` allows."""
-    text = re.sub(r"^(?:to|at) ", "", text)
+    text = re.sub(r"^(?:to|at) (?!least|most)", "", text)
     if match := re.search(r"multiple of (\d+)", text):
         unit = int(match[1])
         return str(max(1, -(-int(current or 1) // unit)) * unit)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "jtrain").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+KINDS = ("UserError", "FileError", "AwayError")
 HOLE = "\0"
 """Stands for a value that a message puts in."""
 
@@ -20,11 +21,10 @@ _COMMAND = re.compile(r"`(?:jtrain|python|kill|pip) |(?:python -m jtrain|pip ins
 class Message(NamedTuple):
     """One message, with HOLE for each value in it.
 
-    path, line: where it is raised.
+    path: file that raises it.
     """
 
     path: str
-    line: int
     text: str
 
     @property
@@ -33,9 +33,10 @@ class Message(NamedTuple):
         advice = re.split(r"(?<=[.:;]) (?=[A-Z\0a-z(])", self.text, maxsplit=1)[-1]
         return any(pattern.search(advice) for pattern in (_SET, _OPTION, _COMMAND))
 
-    def is_of(self, message: str) -> bool:
-        """True if a message that a user saw is this one."""
-        return re.fullmatch(".*".join(map(re.escape, self.text.split(HOLE))), message, re.DOTALL) is not None
+    @property
+    def listing(self) -> str:
+        """The message in one line, without its values and its number of line: how a list names it."""
+        return f"{self.path}: {' '.join(self.text.replace(HOLE, '_').split())[:100].rstrip()}"
 
 
 def messages() -> list[Message]:
@@ -44,14 +45,10 @@ def messages() -> list[Message]:
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and node.args and _name(node.func) in _kinds():
-                found.append(Message(path.relative_to(ROOT).as_posix(), node.lineno, _text(node.args[0])))
+            if isinstance(node, ast.Call) and _name(node.func) in KINDS and node.args:
+                found.append(Message(path.relative_to(ROOT).as_posix(), _text(node.args[0])))
     # Without any word of its own a message fits everything.
     return [message for message in found if len(message.text.replace(HOLE, "").split()) > 2]
-
-
-def _kinds() -> set[str]:
-    return {"UserError", "FileError", "AwayError"}
 
 
 def _name(node: ast.expr) -> str:
