@@ -19,10 +19,9 @@ from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec
-from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
-from jtrain.model.saved_activations import offloaded_names
+from jtrain.model.saved_activations import offloaded_names, saveable
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
@@ -183,10 +182,10 @@ def validate(run: Run) -> None:
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if layout.pipeline is not None:
         counts_of(layout)  # refuses numbers that the schedule cannot have
-    if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
+    if unknown := [name for name in run.layout.remat_save if name not in saveable(layout)]:
         raise UserError(
             f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: "
-            f"{', '.join(SAVEABLE)}."
+            f"{', '.join(saveable(layout))}."
         )
     if run.eval.every_steps is not None and not run.data.eval_fraction and not run.eval.sets:
         raise UserError(

@@ -50,7 +50,7 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole Hugging Face tensor."""
-        groups = self.tensor.dims.replace("I", "H").split()
+        groups = self._their_dims.split()
         return tuple(sum(self._length(term) for term in group.split("+")) for group in groups)
 
     def write(self, ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -72,20 +72,29 @@ class Part:
         return self.info.dims[len(self.index) :]
 
     @functools.cached_property
+    def _their_dims(self) -> str:
+        """Their dimensions in our letters."""
+        return self.tensor.dims.replace("I", "H").replace("J", "U")
+
+    @functools.cached_property
     def _order(self) -> tuple[Any, ...] | None:
         """Index that puts our dims of a head, halves of pairs apart, into theirs, pairs side by side."""
-        if "I" not in self.tensor.dims:
+        if self._their_dims == self.tensor.dims:
             return None
-        pairs = np.arange(self.rotated).reshape(2, -1).T.reshape(-1)
-        order = np.concatenate([pairs, np.arange(self.rotated, self.sizes["H"])])
-        return tuple(order if letter == "H" else slice(None) for letter in self._our_dims)
+        rotated = "H" if "H" in self._our_dims else "U"
+        order = np.arange(self.sizes[rotated])
+        # In latent attention the U rotated dims are a head's last.
+        start = self.sizes[rotated] - self.sizes["U"] if "U" in self.sizes else 0
+        pairs = order[start : start + self.rotated]
+        order[start : start + self.rotated] = pairs.reshape(2, -1).T.reshape(-1)
+        return tuple(order if letter == rotated else slice(None) for letter in self._our_dims)
 
     def view(self, theirs: np.ndarray) -> np.ndarray:
         """Our part of their tensor, with our dimensions in our order."""
         index: list[Any] = []
         expanded: list[int] = []
         letters = ""
-        for axis, group in enumerate(self.tensor.dims.replace("I", "H").split()):
+        for axis, group in enumerate(self._their_dims.split()):
             terms = group.split("+")
             if len(terms) > 1:
                 ends = np.cumsum([self._length(term) for term in terms])

@@ -9,6 +9,9 @@
 | F | feed-forward hidden | V | vocabulary |
 | Y | stacked layers | X | experts of a layer |
 | R | rotated pairs of a head, H / 2 | S | experts that serve one token |
+| Q | latent of queries | C | latent of keys and values |
+| T | dims of a head without positions | U | dims of a head that are rotated, H - T |
+| P | size of a head's values, where not H | E | T + P, a head's key and value from the latent |
 
 `axis` always means a mesh axis, `dim` an array dimension.
 """

@@ -13,9 +13,10 @@ def devices_per_key_head(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
     """
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
     # Parameters without attention heads, as in tests of a layout alone.
-    if not {"N", "K"} <= set(size):
+    if "N" not in size:
         return 1
-    heads, kv_heads, tensor = size["N"], size["K"], mesh.tensor
+    # Without K each head has keys of its own, as in latent attention.
+    heads, kv_heads, tensor = size["N"], size.get("K", size["N"]), mesh.tensor
     if not splits_heads(heads, kv_heads, tensor):
         valid_tensor_sizes = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]
         raise UserError(
@@ -46,6 +47,7 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
         return
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
     # Heads of one device along `tensor`: ulysses splits them once more, over `context`.
+    size.setdefault("K", size["N"])
     heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))
     if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
         suffix = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""

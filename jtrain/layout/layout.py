@@ -37,13 +37,15 @@ from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
-"""Dimension letter -> mesh axis that may split it; `data` stands for all `ZERO_AXES`."""
+SPLITS |= {"Q": "data", "C": "data"}
+"""Dimension letter -> mesh axis that may split it, the first one of a parameter; `data` stands for all
+`ZERO_AXES`."""
 
 VOCABULARY_AXES = ("stage", "tensor")
 """Axes that split V under a pipeline: every stage computes a part of the embedding and of the loss."""
 
 FIELDS = {"N": "model.num_heads", "K": "model.num_kv_heads", "F": "model.d_ff", "V": "model.vocab_size"}
-FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts"}
+FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts", "Q": "mixer.q_rank", "C": "mixer.kv_rank"}
 """Dimension letter -> config field with its size, for messages."""
 
 type ContextOrder = Literal["contiguous", "zigzag"]
@@ -261,7 +263,9 @@ def make_layout(
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
-    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if stage_layout else ("tensor",)}
+    split_over = dict.fromkeys("DQC", mesh.zero_axes) | {
+        "V": VOCABULARY_AXES if stage_layout else ("tensor",)
+    }
     for info in infos:
         dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
         # Only kernels of key and value heads are shared; query heads always split evenly, vectors are whole.
@@ -273,10 +277,11 @@ def make_layout(
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
+                if dims[axis] is not None:
+                    continue  # D and Q: the first is enough
                 # K was checked by `devices_per_key_head`, which allows fewer heads than devices.
                 if letter != "K":
                     shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
-                # Each axis splits one dimension of a parameter: no parameter has N and F, or D twice.
                 dims[axis] = index
         if devices_per_head > 1:
             axes = (*mesh.zero_axes, "tensor") if spec.zero_stage else ("tensor",)

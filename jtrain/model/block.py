@@ -27,20 +27,24 @@ class BlockSpec:
     mixer: what mixes positions; None for a layer without.
     feed_forward: dense, or a mixture of experts; None for a layer without.
     norms: of what is normalised: `before` each branch its input, `after` its output (OLMo 2), `sandwich` both
-      (Gemma 2); `parallel` computes both branches from the same residual stream, each with a norm of its own
-      (GPT-NeoX), `parallel_shared` with one norm for both (Cohere).
+      (Gemma 2), `sandwich_mlp` both for the feed-forward layer alone (A.X K1); `parallel` computes both
+      branches from the same residual stream, each with a norm of its own (GPT-NeoX), `parallel_shared` with
+      one norm for both (Cohere).
     residual_scale: multiplies what each branch adds (Granite).
     """
 
     mixer: MixerSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
     feed_forward: MLPSpec | MoESpec | None = MLPSpec()  # noqa: RUF009 - frozen
-    norms: Literal["before", "after", "sandwich", "parallel", "parallel_shared"] = "before"
+    norms: Literal["before", "after", "sandwich", "sandwich_mlp", "parallel", "parallel_shared"] = "before"
     residual_scale: float = 1.0
 
     @property
     def in_parallel(self) -> bool:
         """True if both branches start from the same residual stream."""
         return self.norms.startswith("parallel")
+
+
+_AFTER_MLP = "after", "sandwich", "sandwich_mlp"
 
 
 class Block(nnx.Module):
@@ -59,7 +63,7 @@ class Block(nnx.Module):
         if spec.feed_forward is not None:
             if spec.norms not in ("after", "parallel_shared"):
                 self.mlp_norm = branch_norm()
-            if spec.norms in ("after", "sandwich"):
+            if spec.norms in _AFTER_MLP:
                 self.mlp_post_norm = branch_norm()
             if isinstance(spec.feed_forward, MoESpec):
                 self.mlp = MoE(spec.feed_forward, sizes, layers=layers)
@@ -136,7 +140,7 @@ class Block(nnx.Module):
 
     def add_mlp(self, x_BLD: Float[Array, "B _ D"], h_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         """The residual stream with the feed-forward layer's output."""
-        if self.spec.norms in ("after", "sandwich"):
+        if self.spec.norms in _AFTER_MLP:
             h_BLD = self.mlp_post_norm(h_BLD)
         return x_BLD + self._scaled(h_BLD)
 

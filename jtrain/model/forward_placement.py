@@ -17,6 +17,9 @@ from jtrain.model.sequence_groups import GROUP_ORDER
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
 
+LATENT = "attention_latent"
+"""Another one, of latent attention: what queries, keys and values of all heads are made of."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -79,7 +82,7 @@ def checkpoint_layer(layer: Layer, placement: Placement, *, scanned: bool) -> La
     # With remat=none, a policy that refuses only the weights would still save values one step away from them
     # (results of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls
     # instead.
-    saved_names = SAVEABLE if placement.remat == "none" else placement.remat_save
+    saved_names = (*SAVEABLE, LATENT) if placement.remat == "none" else placement.remat_save
     policy = jax.checkpoint_policies.save_only_these_names(*saved_names, GROUP_ORDER, ops.AMAX)
     # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes
     # remat.

@@ -77,3 +77,10 @@ class MixerSpec(abc.ABC):
     def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
         """Rotary positions, and the size of the heads that they rotate; None for a mixer without."""
         return None
+
+    def mixing_flops(self, sizes: ModelSizes, *, seq_len: int) -> int:
+        """FLOPs of a trained token besides those of matrices; by default those of causal attention.
+
+        2 matmuls of 2 FLOPs per pair of positions, 3 times for both passes, halved by the causal mask: 6.
+        """
+        return 6 * sizes.num_heads * sizes.head_dim * seq_len

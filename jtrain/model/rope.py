@@ -82,6 +82,11 @@ class YarnScaling:
         return freq / self.factor * ramp + freq * (1 - ramp)
 
 
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Factor of YaRN by which longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of base `theta` (arXiv:2104.09864), in the half-split layout of Llama checkpoints.

@@ -5,7 +5,7 @@ from jtrain.layout.dims import kv_heads_in_use
 from jtrain.layout.layout import Layout, largest_first
 from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import buffer_rows
-from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.forward_placement import LATENT, SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
 
 _F32 = 4
@@ -27,11 +27,17 @@ def copies_weights(layout: Layout) -> bool:
     return layout.gathers_weights or any(p.param_memory == "pinned_host" for p in layout.params)
 
 
+def saveable(layout: Layout) -> tuple[str, ...]:
+    """Names of the activations that the model's layers can save besides their input."""
+    has_latents = any("C" in p.info.dims for p in layout.params)
+    return (*SAVEABLE, LATENT) if has_latents else SAVEABLE
+
+
 def kept_names(layout: Layout) -> tuple[str, ...] | None:
     """Names that a layer saves besides its input; None if it saves everything and recomputes nothing."""
     if not keeps_by_name(layout):
         return None
-    return SAVEABLE if layout.spec.remat == "none" else layout.spec.remat_save
+    return saveable(layout) if layout.spec.remat == "none" else layout.spec.remat_save
 
 
 def named_bytes(layout: Layout) -> dict[str, int]:
@@ -42,15 +48,18 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
     wide = wide_per_token(layout)
     compute_bytes = itemsize(layout.precision.compute_dtype)
-    query_bytes = size["N"] * size["H"] * compute_bytes
-    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy.
-    key_bytes = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute_bytes
+    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy. Without K each head
+    # has keys of its own.
+    keys = kv_heads_in_use(size.get("K", size["N"]), layout.mesh.tensor) * compute_bytes
+    latents = size["C"] + size["U"] + size.get("Q", 0) if "C" in size else 0
     return {
         LAYER_INPUT: size["D"] * compute_bytes,
-        "attention_q": query_bytes,
-        "attention_k": key_bytes,
-        "attention_v": key_bytes,
-        "attention": query_bytes + size["N"] * _F32,  # plus the log-partition of each head
+        "attention_q": size["N"] * size["H"] * compute_bytes,
+        "attention_k": keys * size["H"],
+        "attention_v": keys * size.get("P", size["H"]),
+        # Of padded values, plus the log-partition of each head.
+        "attention": size["N"] * (size["H"] * compute_bytes + _F32),
+        **({LATENT: latents * compute_bytes} if latents else {}),
         "attention_out": size["D"] * compute_bytes,
         "mlp_gate": wide * compute_bytes,
         "mlp_up": wide * compute_bytes,

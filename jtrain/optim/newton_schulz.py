@@ -16,17 +16,18 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output dimensions of one layer's matrix; a leading expert dimension X is a batch.
 
     Raises:
-      UserError: the model's width D is at neither end, so `dims` does not tell inputs from outputs.
+      UserError: `dims` does not tell inputs from outputs: neither begins it with D or a latent, nor ends it D.
     """
     dims = info.dims.removeprefix("Y")
     matrix = tuple(range(1 if dims[0] == "X" else 0, len(dims)))
-    if len(matrix) < 2 or "D" not in (dims[matrix[0]], dims[-1]):
+    inputs_first = dims[matrix[0]] in "DQC"
+    if len(matrix) < 2 or not (inputs_first or dims[-1] == "D"):
         raise UserError(
             f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's "
-            "width D must come first (inputs) or last (outputs). Use optimizer=AdamW."
+            "width D, or a latent, must come first (inputs), or D last (outputs). Use optimizer=AdamW."
         )
     # D first: the inputs are D and all else are outputs (q is DNH); otherwise D is the output (o is NHD).
-    return (matrix[:1], matrix[1:]) if dims[matrix[0]] == "D" else (matrix[:-1], matrix[-1:])
+    return (matrix[:1], matrix[1:]) if inputs_first else (matrix[:-1], matrix[-1:])
 
 
 def orthogonal_step(

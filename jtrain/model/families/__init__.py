@@ -15,6 +15,7 @@ _MODULES = (
     "layer_norm_decoders",
     "llama_relatives",
     "mixtures",
+    "deepseek",
 )
 
 

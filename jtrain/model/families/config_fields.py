@@ -1,11 +1,10 @@
 """Fields of a config.json, read so that none which changes the model is overlooked."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.model.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from jtrain.model.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_mscale
 
 # fmt: off
 NEUTRAL = frozenset({
@@ -90,16 +89,18 @@ class Fields:
                 "does not."
             )
 
-    def layer_types(self, num_layers: int, default: Iterable[str]) -> tuple[str, ...]:
+    def layer_types(
+        self, num_layers: int, default: Iterable[str], *, key: str = "layer_types"
+    ) -> tuple[str, ...]:
         """Kind of each layer.
 
         Raises:
           UserError: the list has another length than the model has layers.
         """
-        kinds = tuple(self.get("layer_types", tuple(default)))
+        kinds = tuple(self.get(key, tuple(default)))
         if len(kinds) != num_layers:
             raise UserError(
-                f"config.json: layer_types has {len(kinds)} entries, but num_hidden_layers={num_layers}."
+                f"config.json: {key} has {len(kinds)} entries, but num_hidden_layers={num_layers}."
             )
         return kinds
 
@@ -210,8 +211,3 @@ def _yarn(values: dict[str, Any], original: Any) -> YarnScaling:
         beta_slow=float(values.pop("beta_slow", 1.0)),
         truncate=bool(values.pop("truncate", True)),
     )
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Factor of YaRN by which longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -95,10 +95,21 @@ def _flat(block: BlockSpec) -> dict[str, Any] | None:
     return flat if plain == block and mixer.qk_norm in ("head", "none") else None
 
 
+def attentions_of(model: Transformer) -> list[AttentionSpec]:
+    """The grouped-query attention of each layer that has one.
+
+    Raises:
+      UserError: none has.
+    """
+    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    if not mixers:
+        raise UserError("a model without grouped-query attention.")
+    return mixers
+
+
 def attention_of(model: Transformer) -> AttentionSpec:
     """The first attention of a model, without its window."""
-    mixer = next(block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec))
-    return dataclasses.replace(mixer, window=None)
+    return dataclasses.replace(attentions_of(model)[0], window=None)
 
 
 def moe_of(model: Transformer) -> MoESpec:
@@ -117,17 +128,20 @@ def decoder_fields(
 ) -> dict[str, Any]:
     """Fields of config.json that `decoder` reads, and those of the rope of the first attention that has one."""
     num_heads, num_kv_heads, head_dim = attention_of(model).head_sizes(model.sizes)
-    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
-    rope = next((mixer.rope for mixer in mixers if mixer.rope is not None), RopeSpec())
+    rope = next((mixer.rope for mixer in attentions_of(model) if mixer.rope is not None), RopeSpec())
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    return fields_without_attention(model, d_ff=d_ff, eps=eps) | heads | rope_fields(rope)
+
+
+def fields_without_attention(
+    model: Transformer, *, d_ff: str = "intermediate_size", eps: str = "rms_norm_eps"
+) -> dict[str, Any]:
+    """Fields of config.json that `decoder` reads, but for those of heads."""
     return {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.d_model,
-        "num_attention_heads": num_heads,
         d_ff: model.d_ff,
         "vocab_size": model.vocab_size,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        **rope_fields(rope),
         eps: model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "hidden_act": "silu",
@@ -156,7 +170,7 @@ def rope_fields(rope: RopeSpec) -> dict[str, Any]:
 
 def layer_types_of(model: Transformer) -> dict[str, Any]:
     """`layer_types` and `sliding_window` of a model whose layers have one window or none."""
-    windows = [block.mixer.window for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    windows = [mixer.window for mixer in attentions_of(model)]
     return {
         "layer_types": [FULL if window is None else WINDOWED for window in windows],
         "sliding_window": next((window for window in windows if window is not None), None),

@@ -5,23 +5,26 @@ first layers that are dense.
 from collections.abc import Callable
 from typing import Any
 
-from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import moe_of
 from jtrain.model.families.family import Names, Tensor
+from jtrain.model.mixer import MixerSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
 
-def experts_in(fields: Fields, **changes: Any) -> MoESpec:
+def experts_in(
+    fields: Fields, *, scoring_func: str = "sigmoid", topk_method: str = "noaux_tc", **changes: Any
+) -> MoESpec:
     """The mixture that a config.json describes.
 
     Args:
+      scoring_func, topk_method: values of these fields that describe this mixture.
       changes: arguments of `MoESpec` that this family has otherwise.
     """
-    fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    fields.only(scoring_func=scoring_func, topk_method=topk_method, moe_layer_freq=1)
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size")
     arguments: dict[str, Any] = dict(
         num_experts=fields.whole("n_routed_experts"),
@@ -41,7 +44,7 @@ def experts_in(fields: Fields, **changes: Any) -> MoESpec:
 
 
 def first_dense(
-    fields: Fields, attention: AttentionSpec, moe: MoESpec, *, default: int = 1
+    fields: Fields, attention: MixerSpec, moe: MoESpec, *, default: int = 1
 ) -> Callable[[int], BlockSpec]:
     """Description of each layer: the first `first_k_dense_replace` are dense."""
     dense = fields.whole("first_k_dense_replace", default)

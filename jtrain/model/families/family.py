@@ -14,9 +14,9 @@ class Tensor:
 
     name: `{y}` is the number of the layer, `{x}` that of the expert, where each has a tensor of its own.
     dims: letters of its dimensions in their order; letters written together are one flattened dimension.
-      `I` stands for H whose rotated pairs lie side by side instead of half a head apart. A digit is a
-      dimension that counts parameters: `N3H D` holds queries, keys and values of each head. `+` concatenates:
-      `NH+KH+KH D` holds queries, then keys, then values.
+      `I` stands for H whose rotated pairs lie side by side instead of half a head apart, `J` for such a U.
+      A digit is a dimension that counts parameters: `N3H D` holds queries, keys and values of each head. `+`
+      concatenates: `NH+KH+KH D` holds queries, then keys, then values.
     part: which of the counted or concatenated parameters this one is.
     """
 

@@ -9,6 +9,7 @@ from jtrain.model.families.decoder import (
     FULL,
     NAMES,
     WINDOWED,
+    attentions_of,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -59,7 +60,7 @@ def _read_gemma3(fields: Fields) -> Transformer:
 
 
 def _write_gemma3(model: Transformer) -> dict[str, Any]:
-    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    mixers = attentions_of(model)
     full = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
     local = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
     return (

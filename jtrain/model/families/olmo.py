@@ -9,6 +9,7 @@ from jtrain.model.families.decoder import (
     FULL,
     NAMES,
     WINDOWED,
+    attentions_of,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -51,7 +52,7 @@ def _read_olmo3(fields: Fields) -> Transformer:
 
 
 def _write_olmo3(model: Transformer) -> dict[str, Any]:
-    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    mixers = attentions_of(model)
     full = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
     return decoder_fields(model) | layer_types_of(model) | rope_fields(full.rope or RopeSpec())
 

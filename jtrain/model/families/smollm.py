@@ -10,6 +10,7 @@ from jtrain.model.families.decoder import (
     NAMES,
     WINDOWED,
     attention_of,
+    attentions_of,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -45,7 +46,7 @@ def _read(fields: Fields) -> Transformer:
 
 
 def _write(model: Transformer) -> dict[str, Any]:
-    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    mixers = attentions_of(model)
     fields = layer_types_of(model)
     return (
         decoder_fields(model)

@@ -4,7 +4,8 @@ A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), and 
 attention scores and their use: 12 without a causal mask, half of that with one. The unembedding counts, also
 a tied one. Not counted are the embedding lookup, norms and recomputation; nor is it considered that packed
 documents attend to fewer than L positions. This is PaLM's definition (arXiv:2204.02311, appendix B) with the
-causal half of attention; counting both halves would raise MFU by up to 10 % at 8192 positions.
+causal half of attention; counting both halves would raise MFU by up to 10 % at 8192 positions. Recurrent mixers
+count the steps of their states instead (`MixerSpec.mixing_flops`).
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class TokenFlops:
 
     matmul_params: parameters of the matrices that a token is multiplied with; of experts, the `top_k` chosen
       ones.
-    matmul_flops, attention_flops: forward and backward together.
+    matmul_flops, attention_flops: forward and backward together; attention stands for all that mixes positions.
     """
 
     matmul_params: int
@@ -44,8 +45,8 @@ def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
     # The lookup is no matmul; a tied embedding comes back as the unembedding.
     embedding = matrices.pop("embed_VD")
     params = sum(matrices.values()) + (embedding if model.tie_embeddings else 0)
-    # 2 matmuls of 2 FLOPs per pair, 3 times for both passes, halved by the causal mask: 6.
-    attention = 6 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    mixers = (block.mixer for block in model.blocks if block.mixer is not None)
+    attention = sum(mixer.mixing_flops(model.sizes, seq_len=seq_len) for mixer in mixers)
     return TokenFlops(params, 6 * params, attention)
 
 
