@@ -162,7 +162,7 @@ class LatentAttention(Mixer):
         # Attention divides by sqrt(H).
         if (factor := self.spec.scale * self.spec.head_dim**0.5) != 1:
             q_BLNH *= factor
-        y_BLNP = _attention(q_BLNH, k_BLNH, v_BLNP, segment_BL, split=context, chunk=self.chunk)
+        y_BLNP = ops.context_attention(q_BLNH, k_BLNH, v_BLNP, segment_BL, split=context, chunk=self.chunk)
         return self.project_out(y_BLNP, tensor)
 
     def latents(self, x_BLD: Float[Array, "B L D"]) -> Latents:
@@ -237,24 +237,3 @@ class LatentAttention(Mixer):
 
 def _rotated(x_BLNU: Float[Array, "B L N U"], rotation: Rotation) -> Float[Array, "B L N U"]:
     return x_BLNU if rotation is None else ops.rope(x_BLNU, *rotation)
-
-
-def _attention(
-    q_BLNH: Array,
-    k_BLNH: Array,
-    v_BLNP: Array,
-    segment_BL: Int[Array, "B L"],
-    *,
-    split: ops.RowSplit,
-    chunk: int,
-) -> Float[Array, "B L N P"]:
-    """Attention whose values have another size than its keys."""
-    # The kernels know one size of heads: the shorter of the two is filled up with zeros.
-    size = max(q_BLNH.shape[-1], v_BLNP.shape[-1])
-    factor = (size / q_BLNH.shape[-1]) ** 0.5
-    q, k, v = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1]))) if x.shape[-1] < size else x
-        for x in (q_BLNH if factor == 1 else q_BLNH * factor, k_BLNH, v_BLNP)
-    )
-    y_BLNH = ops.context_attention(q, k, v, segment_BL, split=split, chunk=chunk)
-    return y_BLNH[..., : v_BLNP.shape[-1]]

@@ -57,8 +57,8 @@ def named_bytes(layout: Layout) -> dict[str, int]:
         "attention_q": size["N"] * size["H"] * compute_bytes,
         "attention_k": keys * size["H"],
         "attention_v": keys * size.get("P", size["H"]),
-        # Of padded values, plus the log-partition of each head.
-        "attention": size["N"] * (size["H"] * compute_bytes + _F32),
+        # Plus the log-partition of each head.
+        "attention": size["N"] * (size.get("P", size["H"]) * compute_bytes + _F32),
         **({LATENT: latents * compute_bytes} if latents else {}),
         "attention_out": size["D"] * compute_bytes,
         "mlp_gate": wide * compute_bytes,
