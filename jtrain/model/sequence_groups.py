@@ -94,7 +94,7 @@ def _check_block(spec: Any, groups: int) -> None:
     Biases of outputs would be added once for each device along `tensor`.
     """
     for conflict, applies in (
-        ("a block without attention", not isinstance(spec.mixer, AttentionSpec)),
+        ("a block without grouped-query attention", not isinstance(spec.mixer, AttentionSpec)),
         ("a block without a dense feed-forward layer", getattr(spec.feed_forward, "bias", None) is None),
         ("attention without rotary positions", getattr(spec.mixer, "rope", 0) is None),
         ("bias=all of attention", getattr(spec.mixer, "bias", "none") == "all"),

@@ -1,5 +1,6 @@
 """Latent attention: its two forms compute the same, and every layout computes what one device does."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from jtrain.errors import UserError
+from jtrain.hf.model_config import model_from_config
 from jtrain.hf.peers.draw import batches
 from jtrain.hf.prove import against_one_device
 from jtrain.layout.dims import Batch
+from jtrain.layout.layout import OffloadSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.latent_attention import LatentAttentionSpec
@@ -83,15 +86,58 @@ def test_layouts_of_latent_attention_compute_what_one_device_does() -> None:
 
 
 @pytest.mark.slow
-def test_rings_and_stages_of_latent_attention_compute_what_one_device_does() -> None:
+def test_rings_stages_and_offloads_of_latent_attention_compute_what_one_device_does() -> None:
     """Also where gradients of weights are computed later, from what the products' sites keep."""
     named: Any = dict(remat="named", remat_save=("attention_latent", "attention"))
     layouts = {
         "ring": (dict(context=2, tensor=2, data=2), dict(zero_stage=3, context_attention="ring")),
         "stage": (dict(stage=2, tensor=2), dict(microbatches=2)),
+        "offload": (dict(data=2), dict(zero_stage=3, offload=OffloadSpec(params=1.0, activations=1.0))),
         "stage, ZeRO 3": (dict(stage=2, data=2), dict(microbatches=2, zero_stage=3, **named)),
     }
     compare((BlockSpec(LATENT),), (), layouts)
+
+
+DEEPSEEK_V3: dict[str, Any] = dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], vocab_size=129_280, hidden_size=7168,
+    intermediate_size=18_432, moe_intermediate_size=2048, num_hidden_layers=61, num_attention_heads=128,
+    num_key_value_heads=128, n_shared_experts=1, n_routed_experts=256, ep_size=1, routed_scaling_factor=2.5,
+    kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128,
+    topk_method="noaux_tc", n_group=8, topk_group=4, num_experts_per_tok=8, moe_layer_freq=1,
+    first_k_dense_replace=3, norm_topk_prob=True, scoring_func="sigmoid", aux_loss_alpha=0.001, seq_aux=True,
+    num_nextn_predict_layers=1, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10_000, pretraining_tp=1,
+    rope_scaling=dict(type="yarn", beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096),
+    attention_bias=False, attention_dropout=0.0, max_position_embeddings=163_840, tie_word_embeddings=False,
+)  # fmt: skip
+"""config.json of deepseek-ai/DeepSeek-V3, without its 8-bit weights."""
+KIMI_K2 = DEEPSEEK_V3 | dict(
+    model_type="kimi_k2", vocab_size=163_840, num_attention_heads=64, num_key_value_heads=64,
+    n_routed_experts=384, routed_scaling_factor=2.827, n_group=1, topk_group=1, first_k_dense_replace=1,
+    num_nextn_predict_layers=0, rope_theta=50_000.0,
+    rope_scaling=DEEPSEEK_V3["rope_scaling"] | dict(factor=32.0, beta_fast=1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [
+        pytest.param(DEEPSEEK_V3, 671_026_419_200, 37.6e9, id="DeepSeek-V3"),  # 671B, 37B active
+        pytest.param(KIMI_K2, 1_026_408_232_448, 32.9e9, id="Kimi K2"),  # 1T, 32B active
+    ],
+)
+def test_published_models_have_their_published_parameters(
+    config: dict[str, Any], parameters: int, active: float
+) -> None:
+    """To the last one, without the heads of later tokens; what a token uses includes both embeddings."""
+    model = model_from_config(config)
+    infos = model.param_infos()
+    assert sum(info.size for info in infos) == parameters
+    assert sum(info.active_size for info in infos) == pytest.approx(active, rel=2e-3)
+    latent = model.blocks[-1].mixer
+    assert isinstance(latent, LatentAttentionSpec)
+    sharper = 0.1 * math.log(config["rope_scaling"]["factor"]) + 1
+    assert latent.scale == pytest.approx(sharper**2 / 192**0.5)
 
 
 def test_sizes_that_cannot_be_are_refused_by_name() -> None:

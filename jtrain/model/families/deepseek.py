@@ -102,7 +102,11 @@ def _read_v2(fields: Fields) -> Transformer:
             f"config.json: topk_method={method!r} is not supported, only 'greedy' and 'group_limited_greedy'."
         )
     softmax: dict[str, Any] = dict(
-        score="softmax", group_score="best", correction_bias=False, normalize_top_k=False, balance_loss=1e-3
+        score="softmax",
+        group_score="best",
+        correction_bias=False,
+        normalize_top_k=False,
+        balance_loss=fields.number("aux_loss_alpha", 0.0),
     )
     if method == "greedy":
         fields.ignore("n_group", "topk_group")
@@ -119,6 +123,7 @@ def _write_v2(model: Transformer) -> dict[str, Any]:
         _latent_fields(model)
         | experts_written(model)
         | {"scoring_func": "softmax", "topk_method": method, "norm_topk_prob": False}
+        | {"aux_loss_alpha": moe.balance_loss}
     )
 
 
@@ -169,7 +174,7 @@ def _read_minicpm3(fields: Fields) -> Transformer:
         lambda _: BlockSpec(latent, residual_scale=scale),
         tied=True,
         embedding_scale=fields.number("scale_emb", 12.0),
-        logit_scale=fields.number("dim_model_base", d_model) / d_model,
+        logit_scale=fields.number("dim_model_base", float(d_model)) / d_model,
         **_sizes(fields, latent),
     )
 
