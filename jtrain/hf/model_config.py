@@ -19,7 +19,9 @@ _WHOLE = (
     "norm",
     "tie_embeddings",
     "embedding_scale",
+    "embedding_norm",
     "logit_scale",
+    "logit_soft_cap",
 )
 """Fields of a model that change what it computes, beside its blocks."""
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
-from jtrain.model.norm import Norm, NormSpec
+from jtrain.model.norm import Norm, NormSpec, unscaled_norm
 from jtrain.model.param import aligned, vector, weight
-from jtrain.model.rope import RopeSpec
+from jtrain.model.rope import Positions, PositionTables, QueryTemperature, RopeSpec
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
 
@@ -30,6 +30,13 @@ class AttentionSpec(MixerSpec):
     norm_after_rope: True normalises after the rotation.
     window: keys that a query sees, its own the last; None sees its whole document.
     scale: multiplies the scores; None is 1 / sqrt(H).
+    soft_cap: bounds scores to +- this, by tanh (Gemma 2); None for no bound.
+    chunk_size: positions of a document that see each other alone: 0 to chunk_size - 1, and so on (Llama 4);
+      None for the whole document.
+    temperature: factor of queries by their position; None for none.
+    sink: True has a learned score per head that takes part in the softmax without a value (gpt-oss).
+    value_head_dim: size of the heads of values; None is H.
+    value_scale: multiplies values (MiMo-V2).
     gate: True multiplies the output of each head by the sigmoid of a projection of its own (Qwen3-Next).
     """
 
@@ -43,6 +50,12 @@ class AttentionSpec(MixerSpec):
     norm_after_rope: bool = False
     window: int | None = None
     scale: float | None = None
+    soft_cap: float | None = None
+    chunk_size: int | None = None
+    temperature: QueryTemperature | None = None
+    sink: bool = False
+    value_head_dim: int | None = None
+    value_scale: float = 1.0
     gate: bool = False
 
     def head_sizes(self, sizes: ModelSizes) -> tuple[int, int, int]:
@@ -58,6 +71,10 @@ class AttentionSpec(MixerSpec):
             raise UserError(
                 f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each "
                 f"key head serves the same number of query heads. Set model.num_kv_heads to one of {divisors}."
+            )
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UserError(
+                f"chunk_size={self.chunk_size} of attention must be at least 1. Set None for no chunks."
             )
         if head_dim % 2 and self.rope is not None:
             raise UserError(
@@ -75,15 +92,18 @@ class AttentionSpec(MixerSpec):
         num_heads, num_kv_heads, head_dim = self.head_sizes(sizes)
         return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
-    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
-        """Rotary positions, and the size of the heads that they rotate; None for attention without."""
-        return None if self.rope is None else (self.rope, self.head_dim or sizes.head_dim)
+    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
+        """What attention reads of positions, and the size of the heads that they rotate; None for nothing."""
+        head_dim = self.head_dim or sizes.head_dim
+        if self.temperature is not None or self.chunk_size is not None:
+            return Positions(self.rope, self.temperature, self.chunk_size), head_dim
+        return None if self.rope is None else (self.rope, head_dim)
 
     def empty_cache(self, sizes: ModelSizes, *, batch: int, max_len: int, dtype: str) -> tuple[Array, Array]:
-        """Rotated keys and values, [B, M, K, H] each: 2 B M K H elements."""
+        """Rotated keys [B, M, K, H], and values of their own head size: 2 B M K H elements if it is the same."""
         _, num_kv_heads, head_dim = self.head_sizes(sizes)
-        shape = batch, max_len, num_kv_heads, head_dim
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        k_BMKH = jnp.zeros((batch, max_len, num_kv_heads, head_dim), dtype)
+        return k_BMKH, jnp.zeros((*k_BMKH.shape[:3], self.value_head_dim or head_dim), dtype)
 
 
 class Attention(Mixer):
@@ -94,18 +114,21 @@ class Attention(Mixer):
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> None:
         num_heads, num_kv_heads, head_dim = spec.head_sizes(sizes)
+        value_dim = spec.value_head_dim or head_dim
         d_model, std = sizes.d_model, sizes.d_model**-0.5
         self.q_DNH = weight("DNH", (d_model, num_heads, head_dim), std=std, layers=layers)
         self.k_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
-        self.v_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
-        out_std = sizes.branch_std(num_heads * head_dim)
-        self.o_NHD = weight("NHD", (num_heads, head_dim, d_model), std=out_std, layers=layers)
+        self.v_DKH = weight("DKH", (d_model, num_kv_heads, value_dim), std=std, layers=layers)
+        out_std = sizes.branch_std(num_heads * value_dim)
+        self.o_NHD = weight("NHD", (num_heads, value_dim, d_model), std=out_std, layers=layers)
+        if spec.sink:
+            self.sink_N = vector("N", (num_heads,), ones=False, layers=layers)
         if spec.gate:
-            self.gate_DNH = weight("DNH", (d_model, num_heads, head_dim), std=std, layers=layers)
+            self.gate_DNH = weight("DNH", (d_model, num_heads, value_dim), std=std, layers=layers)
         if spec.bias != "none":
             self.q_bias_NH = vector("NH", (num_heads, head_dim), ones=False, layers=layers)
             self.k_bias_KH = vector("KH", (num_kv_heads, head_dim), ones=False, layers=layers)
-            self.v_bias_KH = vector("KH", (num_kv_heads, head_dim), ones=False, layers=layers)
+            self.v_bias_KH = vector("KH", (num_kv_heads, value_dim), ones=False, layers=layers)
         if spec.bias == "all":
             self.o_bias_D = vector("D", (d_model,), ones=False, layers=layers)
         norm_options: Any = dict(spec=norm, eps=sizes.norm_eps, layers=layers)
@@ -117,7 +140,7 @@ class Attention(Mixer):
                 self.q_norm = Norm("NH", (num_heads, head_dim), **norm_options)
                 self.k_norm = Norm("KH", (num_kv_heads, head_dim), **norm_options)
             case "unscaled":
-                self.q_norm = self.k_norm = Norm("H", head_dim, **norm_options | {"spec": _UNSCALED})
+                self.q_norm = self.k_norm = unscaled_norm("H", head_dim, eps=sizes.norm_eps)
             case "none":
                 pass
         self.spec, self.eps, self.chunk = spec, sizes.norm_eps, sizes.attention_chunk
@@ -127,7 +150,7 @@ class Attention(Mixer):
         x_BLD: Float[Array, "B _ D"],
         rotation: Rotation,
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
-    ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"], Array | None]:
+    ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K P"], Array | None]:
         """Queries and keys, rotated to their positions, values, and the gate of the output."""
         kernels = [self.q_DNH[...], self.k_DKH[...], self.v_DKH[...]]
         kernels += [self.gate_DNH[...]] if self.spec.gate else []
@@ -139,12 +162,16 @@ class Attention(Mixer):
                     (q_BLNH, k_BLKH, v_BLKH), (self.q_bias_NH, self.k_bias_KH, self.v_bias_KH), strict=True
                 )
             )
+        if self.spec.value_scale != 1:
+            v_BLKH *= self.spec.value_scale
         # Before the rotation: a norm over H commutes with it only without its scale.
         if not self.spec.norm_after_rope:
             q_BLNH, k_BLKH = self._normed(q_BLNH, k_BLKH)
         q_BLNH, k_BLKH = _rotated(q_BLNH, rotation), _rotated(k_BLKH, rotation)
         if self.spec.norm_after_rope:
             q_BLNH, k_BLKH = self._normed(q_BLNH, k_BLKH)
+        if isinstance(rotation, PositionTables) and rotation.query_factor_BL is not None:
+            q_BLNH *= rotation.query_factor_BL[..., None, None].astype(q_BLNH.dtype)
         if self.spec.scale is not None:
             # Attention itself divides by sqrt(H); usually the ratio is a power of two, which rounds nothing.
             q_BLNH *= self.spec.scale * q_BLNH.shape[-1] ** 0.5
@@ -181,14 +208,33 @@ class Attention(Mixer):
     ) -> Float[Array, "B _ D"]:
         """Output at this device's positions; inside, its heads at all positions along `tensor`."""
         q_BLNH, k_BLKH, v_BLKH, gate_BLNH = self.project(x_BLD, rotation, tensor)
+        if isinstance(rotation, PositionTables) and rotation.chunk_BL is not None:
+            segment_BL = self._in_chunks(segment_BL, rotation.chunk_BL, context.size)
         # Named after the rotation, so that a saved q or k is not rotated again.
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")
         y_BLNH = ops.context_attention(
-            q_BLNH, k_BLKH, v_BLKH, segment_BL, split=context, chunk=self.chunk, window=self.spec.window
+            q_BLNH,
+            k_BLKH,
+            v_BLKH,
+            segment_BL,
+            split=context,
+            chunk=self.chunk,
+            window=self.spec.window,
+            soft_cap=self.spec.soft_cap,
+            sink_N=local_part(self.sink_N[...], q_BLNH.shape[2]) if self.spec.sink else None,
         )
         return self.project_out(y_BLNH, gate_BLNH, tensor)
+
+    def _in_chunks(
+        self, segment_BL: Int[Array, "B L"], chunk_BL: Int[Array, "B L"], context: int
+    ) -> Int[Array, "B L"]:
+        """Numbers of the chunks of documents, 0 for padding: chunks see no more of each other than documents do."""
+        assert self.spec.chunk_size is not None
+        # No document is longer than the row, of which each device along `context` has its part.
+        per_document = -(-segment_BL.shape[1] * context // self.spec.chunk_size)
+        return jnp.where(segment_BL > 0, segment_BL * per_document + chunk_BL, 0)
 
     def project_out(
         self,
@@ -209,7 +255,7 @@ class Attention(Mixer):
         rotation: Rotation,
         position_BL: Int[Array, "B L"],
         valid_BL: Bool[Array, "B L"],
-        cache: tuple[Float[Array, "B M K H"], Float[Array, "B M K H"]],
+        cache: tuple[Float[Array, "B M K H"], Float[Array, "B M K P"]],
     ) -> tuple[Float[Array, "B L D"], tuple[Array, Array]]:
         """Output at the new positions, and all keys and values with theirs.
 
@@ -221,41 +267,49 @@ class Attention(Mixer):
             jax.lax.dynamic_update_slice_in_dim(cached, new, position_BL[0, 0], axis=1)
             for cached, new in zip(cache, (k_BLKH, v_BLKH), strict=True)
         )
-        y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL, window=self.spec.window)
+        sink_N = self.sink_N[...] if self.spec.sink else None
+        y_BLNH = _attend(self.spec, q_BLNH, k_BMKH, v_BMKH, position_BL, sink_N)
         return self.project_out(y_BLNH, gate_BLNH), (k_BMKH, v_BMKH)
 
 
-_UNSCALED = NormSpec(scale="none")
-
-
 def _rotated(x_BLNH: Float[Array, "B L N H"], rotation: Rotation) -> Float[Array, "B L N H"]:
-    if rotation is None:
+    if rotation is None or rotation[0] is None:
         return x_BLNH
-    rotated_dims = 2 * rotation[0].shape[-1]
+    cos_BLR, sin_BLR = rotation[:2]
+    rotated_dims = 2 * cos_BLR.shape[-1]
     if rotated_dims == x_BLNH.shape[-1]:
-        return ops.rope(x_BLNH, *rotation)
-    rotated_BLNR = ops.rope(x_BLNH[..., :rotated_dims], *rotation)
+        return ops.rope(x_BLNH, cos_BLR, sin_BLR)
+    rotated_BLNR = ops.rope(x_BLNH[..., :rotated_dims], cos_BLR, sin_BLR)
     return jnp.concatenate([rotated_BLNR, x_BLNH[..., rotated_dims:]], axis=-1)
 
 
 def _attend(
+    spec: AttentionSpec,
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
-    v_BMKH: Float[Array, "B M K H"],
+    v_BMKP: Float[Array, "B M K P"],
     position_BL: Int[Array, "B L"],
-    *,
-    window: int | None,
-) -> Float[Array, "B L N H"]:
-    """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
-    *batch_dims, heads, size = q_BLNH.shape
-    kv_heads = k_BMKH.shape[2]
-    q_BLKGH = q_BLNH.reshape(*batch_dims, kv_heads, heads // kv_heads, size)
-    s_BKGLM = (
-        jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
-    )
-    distance_BLM = position_BL[:, :, None] - jnp.arange(k_BMKH.shape[1])[None, None, :]
+    sink_N: Float[Array, " N"] | None,
+) -> Float[Array, "B L N P"]:
+    """Softmax attention over the positions in the cache up to each query's own, at most a window."""
+    B, L, N, H = q_BLNH.shape
+    (M, K), P = k_BMKH.shape[1:3], v_BMKP.shape[3]
+    q_BLKGH = q_BLNH.reshape(B, L, K, N // K, H)
+    s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * H**-0.5
+    s_BKGLM = ops.capped(s_BKGLM, spec.soft_cap)
+    distance_BLM = position_BL[:, :, None] - jnp.arange(M)[None, None, :]
     visible_BLM = distance_BLM >= 0
-    if window is not None:
-        visible_BLM &= distance_BLM < window
-    p_BKGLM = jax.nn.softmax(jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
-    return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
+    if spec.window is not None:
+        visible_BLM &= distance_BLM < spec.window
+    if spec.chunk_size is not None:
+        first_key_BL = position_BL // spec.chunk_size * spec.chunk_size
+        visible_BLM &= jnp.arange(M)[None, None, :] >= first_key_BL[:, :, None]
+    s_BKGLM = jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf)
+    if sink_N is not None:
+        sink_BKGL1 = jnp.broadcast_to(
+            sink_N.astype(jnp.float32).reshape(1, K, -1, 1, 1), (*s_BKGLM.shape[:-1], 1)
+        )
+        s_BKGLM = jnp.concatenate([s_BKGLM, sink_BKGL1], axis=-1)
+    # What the softmax gives a sink goes to no value.
+    p_BKGLM = jax.nn.softmax(s_BKGLM, axis=-1)[..., :M]
+    return jnp.einsum("bkglm,bmkp->blkgp", p_BKGLM.astype(v_BMKP.dtype), v_BMKP).reshape(B, L, N, P)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch
+from jtrain.model import ops
 from jtrain.model.block import Block, BlockSpec
 from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
@@ -178,6 +179,7 @@ def extend(
     last_B1D = model.normed(params, last_B1D, _UNSHARDED)
     kernel_DV = model.unembed(params, _UNSHARDED)
     logits_BV = jnp.einsum("bd,dv->bv", last_B1D[:, 0], kernel_DV, preferred_element_type=jnp.float32)
+    logits_BV = ops.capped(logits_BV, model.logit_soft_cap)
     return logits_BV, KVCache(new_layers, cache.length + count)
 
 

@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
 from jtrain.model.norm import NormSpec
-from jtrain.model.rope import RopeSpec
+from jtrain.model.rope import Positions, PositionTables, RopeSpec
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
 
-type Rotation = tuple[Float[Array, "B L R"], Float[Array, "B L R"]] | None
-"""Cosine and sine of every position's angles; None for a mixer without positions."""
+type Rotation = tuple[Float[Array, "B L R"], Float[Array, "B L R"]] | PositionTables | None
+"""Cosine and sine of every position's angles, or what else a mixer reads of positions; None for nothing."""
 
 
 class Mixer(nnx.Module):
@@ -74,8 +74,8 @@ class MixerSpec(abc.ABC):
     def empty_cache(self, sizes: ModelSizes, *, batch: int, max_len: int, dtype: str) -> Any:
         """What a layer keeps of the positions before the first, with room for `max_len`: arrays [B, ...]."""
 
-    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
-        """Rotary positions, and the size of the heads that they rotate; None for a mixer without."""
+    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
+        """What it reads of positions, and the size of the heads that are rotated; None for nothing."""
         return None
 
     def mixing_flops(self, sizes: ModelSizes, *, seq_len: int) -> int:

@@ -82,6 +82,8 @@ class MoE(nnx.Module):
         expert_TS, weight_TS = (
             a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS)
         )
+        if self.spec.weight_input:
+            x_TD, weight_TS = x_TD * weight_TS.astype(x_TD.dtype), jnp.ones_like(weight_TS)
         # Pieces only hide an exchange; without one they would make smaller matmuls.
         pieces = 1 if expert == 1 else num_pieces(x_TD.shape[0], self.spec.top_k)
         with jax.named_scope("dispatch"):

@@ -69,3 +69,8 @@ class Norm(nnx.Module):
         if self.spec.bias:
             y32 += aligned(getattr(self, f"bias_{self.dims}")[...], y32)
         return y32.astype(x.dtype)
+
+
+def unscaled_norm(dims: str, size: int, *, eps: float) -> Norm:
+    """Norm by the root mean square that has no parameters."""
+    return Norm(dims, size, spec=NormSpec(scale="none"), eps=eps)

@@ -34,6 +34,7 @@ from jtrain_kernels.overlap.api import (
 )
 from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
+from jtrain_kernels.soft_cap import capped
 from jtrain_kernels.swiglu.api import grouped_swiglu, swiglu
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "amax_scales",
     "attention",
     "best_chunk",
+    "capped",
     "context_attention",
     "embedding_lookup",
     "fp8_unsupported",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,11 +94,13 @@ class RopeSpec:
 
     scaling: of the frequencies, for contexts longer than in pretraining.
     rotated_share: share of each head's dims that is rotated: its first ones.
+    backwards: True rotates by negative angles (nanochat).
     """
 
     theta: float = 10_000.0
     scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
     rotated_share: float = 1.0
+    backwards: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.rotated_share <= 1:
@@ -123,8 +126,67 @@ class RopeSpec:
         self, position_BL: Int[Array, "B L"], head_dim: int
     ) -> tuple[Float[Array, "B L R"], Float[Array, "B L R"]]:
         """Cosine and sine of every position's angles, float32."""
-        angle = position_BL[..., None].astype(jnp.float32) * self.frequencies(head_dim)[None, None, :]
+        sign = -1 if self.backwards else 1
+        angle = (
+            position_BL[..., None].astype(jnp.float32) * (sign * self.frequencies(head_dim))[None, None, :]
+        )
         if isinstance(self.scaling, YarnScaling) and self.scaling.attention_factor != 1:
             factor = self.scaling.attention_factor
             return jnp.cos(angle) * factor, jnp.sin(angle) * factor
         return jnp.cos(angle), jnp.sin(angle)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTemperature:
+    """Factor of queries that grows with their position (arXiv:2501.19399).
+
+    It is 1 + beta * log(1 + floor((position + offset) / scale)).
+    """
+
+    beta: float
+    scale: int
+    offset: int = 0
+
+    def factor(self, position_BL: Int[Array, "B L"]) -> Float[Array, "B L"]:
+        """The factor at every position, float32."""
+        steps_BL = jnp.floor((position_BL + self.offset).astype(jnp.float32) / self.scale)
+        return 1.0 + self.beta * jnp.log1p(steps_BL)
+
+
+class PositionTables(NamedTuple):
+    """What layers read of positions: cosine and sine of the rotation, factor of queries, and number of the chunk."""
+
+    cos: Any
+    sin: Any
+    query_factor_BL: Any
+    chunk_BL: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """All that attention reads of positions, where that is more than a rotation.
+
+    rope: None for no rotation.
+    temperature: None for no factor of queries.
+    chunk_size: positions of a document that see each other alone; None for the whole document.
+    """
+
+    rope: RopeSpec | None
+    temperature: QueryTemperature | None
+    chunk_size: int | None
+
+    @property
+    def scaling(self) -> Llama3Scaling | LinearScaling | YarnScaling | None:
+        """Scaling of the rotation."""
+        return None if self.rope is None else self.rope.scaling
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """Dims of a head that are rotated, in pairs."""
+        return 0 if self.rope is None else self.rope.rotated_dims(head_dim)
+
+    def tables(self, position_BL: Int[Array, "B L"], head_dim: int) -> PositionTables:
+        """Values of every position."""
+        rotation = (None, None) if self.rope is None else self.rope.tables(position_BL, head_dim)
+        factor_BL = None if self.temperature is None else self.temperature.factor(position_BL)
+        chunk_BL = None if self.chunk_size is None else position_BL // self.chunk_size
+        return PositionTables(*rotation, factor_BL, chunk_BL)

@@ -36,6 +36,7 @@ class MoESpec:
     num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score highest.
     group_score: score of a group: the sum of its two best experts (DeepSeek-V3), or its best (DeepSeek-V2).
     weight_scale: multiplies the weights of a token's experts.
+    weight_input: True multiplies what a token's only expert reads by its weight, not what it returns (Llama 4).
     balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per
       sequence (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of
       microbatches. Per token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent
@@ -57,6 +58,7 @@ class MoESpec:
     top_groups: int = 1
     group_score: Literal["best_two", "best"] = "best_two"
     weight_scale: float = 1.0
+    weight_input: bool = False
     balance_loss: float = 1e-3
     router_z_loss: float = 0.0
 
@@ -80,6 +82,11 @@ class MoESpec:
             raise UserError(
                 f"model.moe.top_k={self.top_k} is more than the experts of model.moe.top_groups="
                 f"{self.top_groups} groups. Set one of the two."
+            )
+        if self.weight_input and self.top_k > 1:
+            raise UserError(
+                f"model.moe.weight_input=True with model.moe.top_k={self.top_k}: a token's experts would each "
+                "read another input. Set model.moe.top_k=1."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:

@@ -97,6 +97,8 @@ def _check_block(spec: Any, groups: int) -> None:
         ("a block without grouped-query attention", not isinstance(spec.mixer, AttentionSpec)),
         ("a block without a dense feed-forward layer", getattr(spec.feed_forward, "bias", None) is None),
         ("attention without rotary positions", getattr(spec.mixer, "rope", 0) is None),
+        ("temperature of attention", getattr(spec.mixer, "temperature", None) is not None),
+        ("chunk_size of attention", getattr(spec.mixer, "chunk_size", None) is not None),
         ("bias=all of attention", getattr(spec.mixer, "bias", "none") == "all"),
         ("bias=True of a feed-forward layer", bool(getattr(spec.feed_forward, "bias", False))),
         (f"norms={spec.norms}, whose branches do not follow each other", spec.in_parallel),

@@ -19,21 +19,21 @@ from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import Block, Blocks, BlockSpec
-from jtrain.model.embedding import embedding_rows
+from jtrain.model.embedding import embedding_rows, normalized
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mixer import Rotation
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import Params, param_infos, weight
-from jtrain.model.rope import RopeSpec
+from jtrain.model.rope import Positions, RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import block_in_groups
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
-type SharedValues = tuple[tuple[tuple[Array, Array], ...], Array]
+type SharedValues = tuple[tuple[Any, ...], Array]
 """Cosine and sine of each rotation of the model, and the documents' numbers."""
 
 
@@ -58,7 +58,9 @@ class Transformer(nnx.Module):
       first: blocks before the first of the pattern, as the dense ones of DeepSeek-V3.
       norm: kind of all norms.
       embedding_scale: multiplies embeddings (Gemma: sqrt(D)).
+      embedding_norm: True normalises embeddings, without a learned scale (nanochat).
       logit_scale: multiplies logits (Granite, Cohere).
+      logit_soft_cap: bounds logits after their scale to +- this, by tanh (Gemma 2); None for none.
       tie_embeddings: True if the unembedding is the transposed embedding.
       z_loss: coefficient of the squared log-partition in the training objective (arXiv:2204.02311, section
         5); the reported loss excludes it.
@@ -82,7 +84,9 @@ class Transformer(nnx.Module):
     first: tuple[BlockSpec, ...] = ()
     norm: NormSpec = NormSpec()  # noqa: RUF009 - frozen
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
     tie_embeddings: bool = False
     z_loss: float = 0.0
     scan_layers: bool = True
@@ -209,16 +213,14 @@ class Transformer(nnx.Module):
         with jax.named_scope("layers"):
             carry = x_BLD, None if self.router is None else RouterLosses(*jnp.zeros((2,)))
             if self.first:
-                carry = self._single(self.first_layers, "first_layers", placement)(
-                    carry, params["first_layers"], shared
-                )
+                first = self._single(self.first_layers, "first_layers", placement)
+                carry = first(carry, params["first_layers"], shared)
             carry = scan_layers(
                 layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
             )
             if self.last:
-                carry = self._single(self.last_layers, "last_layers", placement)(
-                    carry, params["last_layers"], shared
-                )
+                last = self._single(self.last_layers, "last_layers", placement)
+                carry = last(carry, params["last_layers"], shared)
             return carry
 
     def embed(
@@ -232,10 +234,11 @@ class Transformer(nnx.Module):
             else:
                 table_VD = placement.fetch("embed_VD", params["embed_VD"])
                 x_BLD = embedding_rows(table_VD, token_BL, placement, ops.embedding_lookup)
-            return x_BLD if self.embedding_scale == 1 else x_BLD * self.embedding_scale
+            x_BLD = x_BLD if self.embedding_scale == 1 else x_BLD * self.embedding_scale
+            return normalized(x_BLD, placement, self.norm_eps) if self.embedding_norm else x_BLD
 
     @property
-    def _rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
+    def _rotations(self) -> tuple[tuple[RopeSpec | Positions, int], ...]:
         """The different rotations of the layers: rope, and size of the heads."""
         mixers = (block.mixer for block in (*self.first, *self.period) if block.mixer is not None)
         rotations = (mixer.rotation(self.sizes) for mixer in mixers)
@@ -308,7 +311,7 @@ class Transformer(nnx.Module):
                 nnx.split(self.final_norm)[0], placement.fetch("final_norm", params.get("final_norm", {}))
             )
             x_BLD = norm(x_BLD)
-            # Logits are linear in it.
+            # Logits are linear in it, before their cap.
             return x_BLD if self.logit_scale == 1 else x_BLD * self.logit_scale
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
@@ -339,9 +342,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
-            # `auto` leaves the choice to the op, which knows the device.
-            chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
-            sizes: Any = dict(placement.vocabulary, chunk_tokens=chunk, z_loss=self.z_loss)
+            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, **self._loss_settings)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
                 fetch = functools.partial(placement.fetch, path)
@@ -356,20 +357,25 @@ class Transformer(nnx.Module):
         self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
     ) -> Float[Array, "B _"]:
         """Result of `token_nats` from what `normed` returns."""
-        chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
-        vocabulary, tied = placement.vocabulary, self.tie_embeddings
+        vocabulary, tied, settings = placement.vocabulary, self.tie_embeddings, self._loss_settings
         with jax.named_scope("loss"):
             if placement.lookup is None:
                 unembed, axis = (
                     self.unembed(params, placement),
                     vocabulary["axis"] if vocabulary["shards"] > 1 else None,
                 )
-                return ops.token_cross_entropy(x_BLD, unembed, target_BL, chunk_tokens=chunk, axis=axis)
+                return ops.token_cross_entropy(x_BLD, unembed, target_BL, axis=axis, **settings)
             path = "embed_VD" if tied else "unembed_DV"
             fetch = functools.partial(placement.fetch, path)
             return token_nats_in_parts(
-                x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **vocabulary
+                x_BLD, params[path], target_BL, fetch, tied=tied, **settings, **vocabulary
             )
+
+    @property
+    def _loss_settings(self) -> dict[str, Any]:
+        # `auto` leaves the choice to the op, which knows the device.
+        chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
+        return dict(chunk_tokens=chunk, soft_cap=self.logit_soft_cap)
 
     @property
     def loss_chunk(self) -> int:
@@ -389,4 +395,5 @@ class Transformer(nnx.Module):
         """All logits, float32, on one device without a mesh; for parity tests."""
         placement = single_device(dtype)
         x_BLD = self.hidden(params, batch, placement)
-        return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
+        logits_BLV = ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
+        return ops.capped(logits_BLV, self.logit_soft_cap)

@@ -6,6 +6,7 @@ pipeline `stage` and `tensor`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +33,17 @@ def unembedding_loss(
     shards: int,
     chunk_tokens: int | None,
     z_loss: float,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`ops.linear_cross_entropy` at this device's positions, with its V / shards columns of the vocabulary.
 
     Args:
       target_BL: targets at all positions.
     """
+    settings: Any = dict(chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap)
     if shards == 1:
-        return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, chunk_tokens=chunk_tokens, z_loss=z_loss)
-    return ops.vocab_parallel_linear_cross_entropy(
-        x_BLD, kernel_DW, target_BL, axis=axis, chunk_tokens=chunk_tokens, z_loss=z_loss
-    )
+        return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
+    return ops.vocab_parallel_linear_cross_entropy(x_BLD, kernel_DW, target_BL, axis=axis, **settings)
 
 
 def loss_in_parts(
@@ -56,6 +57,7 @@ def loss_in_parts(
     shards: int,
     chunk_tokens: int | None,
     z_loss: float,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
 
@@ -77,6 +79,7 @@ def loss_in_parts(
             shards=shards,
             chunk_tokens=chunk_tokens,
             z_loss=z_loss,
+            soft_cap=soft_cap,
         )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.linear_cross_entropy_in_parts(
@@ -87,6 +90,7 @@ def loss_in_parts(
         fetch=gather_columns,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
+        soft_cap=soft_cap,
         axis=axis if shards > 1 else None,
     )
 
@@ -101,6 +105,7 @@ def token_nats_in_parts(
     axis: ops.VocabAxis,
     shards: int,
     chunk_tokens: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "B _"]:
     """Cross entropy of each of this device's tokens in nats, holding one part of the columns at a time.
 
@@ -109,13 +114,12 @@ def token_nats_in_parts(
     shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
     # With one shard nothing is summed over an axis.
     split = axis if shards > 1 else None
+    settings: Any = dict(chunk_tokens=chunk_tokens, soft_cap=soft_cap, axis=split)
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
-        return ops.token_cross_entropy(
-            x_BLD, gather_columns(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split
-        )
+        return ops.token_cross_entropy(x_BLD, gather_columns(shard_dW), target_BL, **settings)
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.token_cross_entropy_in_parts(
-        x_BLD, part_Zdw, column_Zw, target_BL, fetch=gather_columns, chunk_tokens=chunk_tokens, axis=split
+        x_BLD, part_Zdw, column_Zw, target_BL, fetch=gather_columns, **settings
     )
 
 

@@ -18,6 +18,8 @@ from jtrain.config.run import build_run
 from jtrain.data import ByteTokenizer
 from jtrain.layout.dims import Batch
 from jtrain.model import kv_cache_decode
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
 from jtrain.model.kv_cache_decode import (
     DECODE_CHUNK,
     PROMPT_CHUNK,
@@ -27,7 +29,7 @@ from jtrain.model.kv_cache_decode import (
     generate_ids,
 )
 from jtrain.model.param import init_params, map_params
-from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.rope import Llama3Scaling, QueryTemperature, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.train.sampling import load, stream
 from tests.compilations import count_programs
@@ -93,9 +95,18 @@ def test_greedy_decoding_with_a_cache_is_the_argmax_of_the_full_forward(kind: st
     assert got == logits.argmax(-1)[num_prompt - 1 : -1].tolist()
 
 
-def test_cached_logits_are_those_of_the_full_forward() -> None:
+CHUNKED = BlockSpec(AttentionSpec(chunk_size=5, temperature=QueryTemperature(0.5, 4, offset=1)))
+WITH_SETTINGS = Transformer(
+    **SIZES,
+    pattern=(BlockSpec(AttentionSpec(window=6, soft_cap=3.0, sink=True, value_head_dim=8)), CHUNKED),
+    logit_soft_cap=5.0,
+)
+"""Attention in which all that a cache must know of differs from the usual."""
+
+
+@pytest.mark.parametrize("model", (MODEL, WITH_SETTINGS), ids=("llama", "settings"))
+def test_cached_logits_are_those_of_the_full_forward(model: Transformer) -> None:
     """Logits agree within float32 rounding for prompts cut into chunks of any size, with padding."""
-    model = MODEL
     params, ids = sharp_params(model), prompt_of(23)
     want = full_logits(model, params, ids.tolist())
     cache, done = empty_cache(model, batch=1, max_len=32, dtype="float32"), 0

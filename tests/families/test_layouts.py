@@ -13,7 +13,7 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import NormSpec
 from jtrain.model.param import init_params
-from jtrain.model.rope import RopeSpec, YarnScaling
+from jtrain.model.rope import QueryTemperature, RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
@@ -31,10 +31,15 @@ MOE = MoESpec(
     weight_scale=2.5,
 )
 YARN = RopeSpec(scaling=YarnScaling(4.0, 16, 1.1), rotated_share=0.5)
+GROWING = QueryTemperature(0.5, 16, offset=1)
 PATTERN = (
-    BlockSpec(AttentionSpec(bias="all", qk_norm="all", rope=YARN, scale=0.2), MOE, norms="sandwich"),
     BlockSpec(
-        AttentionSpec(rope=None, gate=True, qk_norm="unscaled"),
+        AttentionSpec(bias="all", qk_norm="all", rope=YARN, scale=0.2, chunk_size=24, temperature=GROWING),
+        MOE,
+        norms="sandwich",
+    ),
+    BlockSpec(
+        AttentionSpec(rope=None, gate=True, qk_norm="unscaled", soft_cap=1.5, sink=True, value_head_dim=4),
         MLPSpec(activation="gelu_tanh", gated=False, bias=True),
         norms="parallel",
         residual_scale=0.5,
@@ -60,13 +65,22 @@ def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
         norm=NormSpec(scale="one_plus"),
         embedding_scale=3.0,
         logit_scale=0.5,
+        logit_soft_cap=2.0,
     )
     assert (model.num_periods, len(model.last)) == (1, 1)
     arrays = {name: np.asarray(array[:, :64]) for name, array in batches(0, 64)["packed"].items()}
     layouts: Any = {
         "tensor": (dict(tensor=4), dict(zero_stage=0)),
+        "exchanged": (dict(context=2), dict(zero_stage=0, context_attention="ulysses")),
         "many": (dict(data=2, expert=2, tensor=2), dict(zero_stage=3, remat="full")),
     }
     checks = list(against_one_device(model, jax.tree.map(jnp.asarray, drawn(model)), arrays, layouts))
-    assert [check.compared for check in checks] == ["tensor", "tensor", "many", "many"]
+    assert [check.compared for check in checks] == [
+        "tensor",
+        "tensor",
+        "exchanged",
+        "exchanged",
+        "many",
+        "many",
+    ]
     assert all(check.is_equal for check in checks), checks

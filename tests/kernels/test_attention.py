@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,36 @@ def test_heads_of_values_may_have_another_size(dtype: str, size: int, chunk: int
     )
 
 
+@in_float32("chunk,window", (7, 5), (16, None))
+def test_capped_scores_are_their_formula(dtype: str, chunk: int, window: int | None) -> None:
+    """Value and gradients agree with a cap that half of the scores come near, with and without a window."""
+    segment = jnp.asarray(SEGMENTS)
+    agree_with(
+        lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk, window=window, soft_cap=0.7),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment, window=window, soft_cap=0.7),
+        inputs(),
+        dtype,
+    )
+
+
+@in_float32("soft_cap,window", (None, 5), (0.7, None))
+def test_sinks_are_their_formula(dtype: str, soft_cap: float | None, window: int | None) -> None:
+    """Value and gradients, that of each head's sink among them, with a sink that takes most and one that takes
+    little.
+    """
+    segment, sink_N = jnp.asarray(SEGMENTS), np.asarray([4.0, -3.0, 0.5, 1.0], np.float32)
+    agree_with(
+        lambda q, k, v, s: attention(
+            q, k, v, segment, segment, chunk=7, window=window, soft_cap=soft_cap, sink_N=s
+        ),
+        lambda q, k, v, s: attention_reference(
+            q, k, v, segment, segment, window=window, soft_cap=soft_cap, sink_N=s
+        ),
+        (*inputs(), sink_N),
+        dtype,
+    )
+
+
 @pytest.mark.smoke
 def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
     """Changing a key and value moves exactly the queries that may see it."""
@@ -107,10 +139,11 @@ def test_under_remat_the_named_result_is_not_computed_again() -> None:
         (16, 16, 3, dict(chunk=4), "num_heads=4 is no multiple of num_kv_heads=3"),
         (16, 12, 2, dict(chunk=4), "L=16 queries but M=12 keys"),
         (16, 16, 2, dict(chunk=4, window=0), "window=0 must be at least 1, the query's own key"),
+        (16, 16, 2, dict(chunk=4, soft_cap=0.0), "soft_cap=0.0 must be above 0. Set None for no cap"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
-    length: int, keys: int, kv_heads: int, sizes: dict[str, int], message: str
+    length: int, keys: int, kv_heads: int, sizes: dict[str, Any], message: str
 ) -> None:
     """The message has the numbers and sizes that would fit."""
     q, k = jnp.zeros((1, length, 4, 8)), jnp.zeros((1, keys, kv_heads, 8))

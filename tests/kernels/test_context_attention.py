@@ -40,22 +40,36 @@ def mesh_of(split: RowSplit) -> Mesh:
 
 
 def over_devices(
-    split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 16, window: int | None = None
+    split: RowSplit,
+    segment: np.ndarray = SEGMENTS,
+    chunk: int = 16,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: int = 0,
 ) -> Callable[..., jax.Array]:
     """Attention of whole rows in text order, computed over the devices of a split."""
     order = order_of(split, segment.shape[1])
     local = jax.shard_map(
-        lambda q, k, v, segment: context_attention(q, k, v, segment, split=split, chunk=chunk, window=window),
+        lambda q, k, v, segment, *sink: context_attention(
+            q,
+            k,
+            v,
+            segment,
+            split=split,
+            chunk=chunk,
+            window=window,
+            soft_cap=soft_cap,
+            sink_N=sink[0] if sink else None,
+        ),
         mesh=mesh_of(split),
-        in_specs=P(None, "context"),
+        in_specs=(*(P(None, "context"),) * 4, *(P(),) * sinks),
         out_specs=P(None, "context"),
         check_vma=False,
     )
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return local(q[:, order], k[:, order], v[:, order], jnp.asarray(segment[:, order]))[
-            :, np.argsort(order)
-        ]
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sink: jax.Array) -> jax.Array:
+        y = local(q[:, order], k[:, order], v[:, order], jnp.asarray(segment[:, order]), *sink)
+        return y[:, np.argsort(order)]
 
     return run
 
@@ -94,6 +108,18 @@ def test_heads_of_values_may_have_another_size(split: RowSplit) -> None:
         over_devices(split),
         lambda q, k, v: attention_reference(q, k, v, segment, segment),
         (*inputs()[:2], normal(2, B, L, K, 12)),
+        "float32",
+    )
+
+
+@pytest.mark.parametrize("split", (RowSplit(2, "ring"), RowSplit(4, "ulysses")), ids=str)
+def test_caps_and_sinks_join_all_devices_keys(split: RowSplit) -> None:
+    """Value and gradients of q, k, v and the sinks, each of whose heads all devices or one of them compute."""
+    segment, sink_N = jnp.asarray(SEGMENTS), np.asarray([4.0, -3.0, 0.5, 1.0], np.float32)
+    agree_with(
+        over_devices(split, soft_cap=0.7, sinks=1),
+        lambda q, k, v, s: attention_reference(q, k, v, segment, segment, soft_cap=0.7, sink_N=s),
+        (*inputs(), sink_N),
         "float32",
     )
 

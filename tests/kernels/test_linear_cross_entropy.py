@@ -5,7 +5,7 @@ import pytest
 
 from bench.kernel_bytes import GIB, loss_temp_bytes, split_loss_bytes
 from jtrain_kernels.device import DEVICES
-from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, token_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 from tests.kernels.gradients import agree_with, in_float32, normal
@@ -33,6 +33,25 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: str, chunk: i
         (normal(0, B, L, D), normal(1, D, V)),
         dtype,
     )
+
+
+@in_float32("chunk,cap", (7, 1.5), (1024, 30.0))
+def test_capped_logits_have_the_loss_and_gradients_of_their_formula(
+    dtype: str, chunk: int, cap: float
+) -> None:
+    """With a cap that logits come near, and one that they do not; each token's nats add up to the loss."""
+    target, x, w = jnp.asarray(targets()), normal(0, B, L, D), normal(1, D, V)
+    agree_with(
+        lambda x, w: linear_cross_entropy(x, w, target, chunk_tokens=chunk, z_loss=0.1, soft_cap=cap)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, target, z_loss=0.1, soft_cap=cap)[0],
+        (x, w),
+        dtype,
+    )
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    nats = linear_cross_entropy_reference(x, w, target, soft_cap=cap)[1]
+    assert abs(nats - linear_cross_entropy_reference(x, w, target)[1]) > 1e-3 * nats
+    got = token_cross_entropy(x, w, target, chunk_tokens=chunk, soft_cap=cap)
+    np.testing.assert_allclose(got.sum(), nats, rtol=1e-6)
 
 
 def test_the_reported_loss_has_no_z_loss_and_no_gradient() -> None:

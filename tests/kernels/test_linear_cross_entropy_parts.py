@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ def targets() -> np.ndarray:
 
 
 def in_parts(
-    x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float
+    x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float, soft_cap: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Loss with the columns distributed over parts in shuffled order; the last part is padded."""
     order = np.random.default_rng(2).permutation(V)
@@ -29,7 +31,7 @@ def in_parts(
     # The fetch multiplies the part, so that a skipped fetch shows in the gradient.
     return linear_cross_entropy_in_parts(
         x, given / 2, jnp.asarray(column), jnp.asarray(targets()), fetch=lambda part: part * 2, chunk_tokens=chunk,
-        z_loss=z_loss,
+        z_loss=z_loss, soft_cap=soft_cap,
     )  # fmt: skip
 
 
@@ -41,6 +43,17 @@ def test_the_loss_in_parts_is_that_of_all_logits(dtype: str, parts: int, chunk: 
         lambda x, w: linear_cross_entropy_reference(x, w, jnp.asarray(targets()), z_loss=z_loss)[0],
         (normal(0, B, L, D), normal(1, D, V)),
         dtype,
+    )
+
+
+def test_capped_logits_in_parts_are_all_capped_logits() -> None:
+    """Values and gradients, with padding columns at minus infinity, where a cap has no slope."""
+    settings: Any = dict(z_loss=0.1, soft_cap=1.5)
+    agree_with(
+        lambda x, w: in_parts(x, w, parts=4, chunk=7, **settings)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, jnp.asarray(targets()), **settings)[0],
+        (normal(0, B, L, D), normal(1, D, V)),
+        "float32",
     )
 
 

@@ -22,8 +22,13 @@ OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
 
 @pytest.mark.parametrize(
     ("mask", "keys"),
-    [(Mask(), SEGMENT), (Mask(window=100), SEGMENT), (Mask(causal=False), OTHER)],
-    ids=("causal", "window", "every"),
+    [
+        (Mask(), SEGMENT),
+        (Mask(window=100), SEGMENT),
+        (Mask(causal=False), OTHER),
+        (Mask(soft_cap=0.7), SEGMENT),
+    ],
+    ids=("causal", "window", "every", "capped"),
 )
 def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None:
     """Results, log-partitions (-inf for rows without keys) and gradients of both passes agree in float32, to
@@ -71,7 +76,7 @@ def test_heads_of_values_are_padded_to_a_size_of_their_own() -> None:
         for i, (heads, size) in enumerate(((N, 160), (K, 160), (K, 96), (N, 96)))
     )
     arrays = q, k, v, jnp.asarray(SEGMENT), jnp.asarray(SEGMENT)
-    y, lse = splash.forward(*arrays, mask=Mask(), **BLOCKS)
+    y, _ = splash.forward(*arrays, mask=Mask(), **BLOCKS)
     want_y, want_lse = xla.forward(*arrays, mask=Mask(), chunk=64)
     np.testing.assert_allclose(np.asarray(y), np.asarray(want_y), atol=1e-4)
     given = *arrays, want_y, want_lse, dy
@@ -119,6 +124,7 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
             shapes(L=100),
             "takes multiples of 128 positions, but there are 100 queries and 100 keys",
         ),
+        ("cudnn", "h200", {**shapes(), "soft_cap": 50.0}, "cuDNN does not cap scores, but soft_cap=50.0"),
         ("cudnn", "v5p", shapes(), "cuDNN runs on NVIDIA GPUs from Ampere on"),
         ("cudnn", "h200", shapes(dtype="float32"), "in bfloat16 or float16, not in float32"),
         ("cudnn", "a100", shapes(H=256), "a multiple of 8 up to 128 on a100, but head_dim=256"),

@@ -37,9 +37,9 @@ def split(loss: Any, num_devices: int) -> Any:
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
 
-def whole_columns(chunk: int, z_loss: float) -> Any:
+def whole_columns(chunk: int, z_loss: float, soft_cap: float | None = None) -> Any:
     return lambda x, w, t: vocab_parallel_linear_cross_entropy(
-        x, w, t, axis="tensor", chunk_tokens=chunk, z_loss=z_loss
+        x, w, t, axis="tensor", chunk_tokens=chunk, z_loss=z_loss, soft_cap=soft_cap
     )
 
 
@@ -59,15 +59,20 @@ def in_parts(parts: int, chunk: int, z_loss: float) -> Any:
     return loss
 
 
-def agree(loss: Any, num_devices: int, dtype: str, z_loss: float) -> None:
+def agree(loss: Any, num_devices: int, dtype: str, z_loss: float, soft_cap: float | None = None) -> None:
     target = targets()
     op = split(loss, num_devices)
     agree_with(
         lambda x, w: op(x, w, target)[0],
-        lambda x, w: linear_cross_entropy_reference(x, w, target, z_loss=z_loss)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, target, z_loss=z_loss, soft_cap=soft_cap)[0],
         (normal(0, B, L, D), normal(1, D, V)),
         dtype,
     )
+
+
+def test_capped_logits_of_a_split_vocabulary_are_all_capped_logits() -> None:
+    """Values and gradients, with a cap that logits come near."""
+    agree(whole_columns(3, 0.1, 1.5), 4, "float32", 0.1, 1.5)
 
 
 @in_float32("num_devices,chunk", (4, 3), (2, 8), (8, 1024), (8, 1))

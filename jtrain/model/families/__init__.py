@@ -16,6 +16,9 @@ _MODULES = (
     "llama_relatives",
     "mixtures",
     "deepseek",
+    "nanochat",
+    "llama4",
+    "sinks",
 )
 
 

@@ -36,6 +36,12 @@ class Fields:
         value = self._config.get(key)
         return default if value is None else value
 
+    def nullable(self, key: str, default: float | None) -> float | None:
+        """Value of a field that is a number, or null for none; `default` where it is missing."""
+        self._read.add(key)
+        value = self._config.get(key, default)
+        return None if value is None else float(value)
+
     def whole(self, key: str, default: int | None = None) -> int:
         """Value of a field that is a whole number.
 
@@ -112,6 +118,7 @@ class Fields:
         share: float | None = None,
         unscaled: bool = False,
         theta_field: str | None = "rope_theta",
+        beside: tuple[str, ...] = (),
     ) -> RopeSpec:
         """Rotary settings, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
@@ -120,6 +127,7 @@ class Fields:
             this family rotates whole heads.
           kind: kind of layer, where each has rotations of its own.
           theta_field: field of the base beside those of scaling; None for none.
+          beside: numbers of scaling that this family reads by itself.
           unscaled: True if scaling that is not given for this kind of layer is not meant for it.
 
         Raises:
@@ -130,7 +138,7 @@ class Fields:
         given: Mapping[str, Any] = self.get(source) or {}
         if kind is not None and isinstance(given.get(kind), Mapping):
             given, unscaled = given[kind], False
-        values = {key: value for key, value in given.items() if value is not None}
+        values = {key: value for key, value in given.items() if value is not None and key not in beside}
         self.ignore("rope_scaling", "rope_parameters")
         base = float(values.pop("rope_theta", self.number(theta_field, theta) if theta_field else theta))
         if share is None:

@@ -1,4 +1,4 @@
-"""Mistral, Ministral (arXiv:2310.06825) and Mixtral (arXiv:2401.04088)."""
+"""Mistral, Ministral (arXiv:2310.06825), Ministral 3 and Mixtral (arXiv:2401.04088)."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from jtrain.model.families.decoder import (
     FULL,
     NAMES,
     WINDOWED,
+    attention_of,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -17,6 +18,7 @@ from jtrain.model.families.decoder import (
 )
 from jtrain.model.families.family import Family, Tensor
 from jtrain.model.mlp import MLPSpec
+from jtrain.model.rope import QueryTemperature
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
@@ -48,6 +50,32 @@ def _read_mixtral(fields: Fields) -> Transformer:
     return _read(fields, moe, theta=1e6)
 
 
+def _read_ministral3(fields: Fields) -> Transformer:
+    fields.only(hidden_act="silu", quantization_config=None)
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    beta, scale = (scaling.get(key) for key in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if beta is None or scale is None:
+        raise UserError(
+            "config.json: rope_parameters of ministral3 needs llama_4_scaling_beta and "
+            "original_max_position_embeddings, which say how queries grow with their position."
+        )
+    beside = ("llama_4_scaling_beta", "max_position_embeddings")
+    attention = AttentionSpec(
+        rope=fields.rope(theta=1e6, beside=beside),
+        window=fields.get("sliding_window"),
+        temperature=QueryTemperature(float(beta), int(scale)),
+    )
+    return decoder(fields, lambda _: BlockSpec(attention))
+
+
+def _write_ministral3(model: Transformer) -> dict[str, Any]:
+    fields, temperature = decoder_fields(model), attention_of(model).temperature
+    if temperature is None or not isinstance(fields["rope_scaling"], dict):
+        raise UserError("queries of ministral3 grow with their position, beside YaRN.")
+    scaling = fields["rope_scaling"] | {"llama_4_scaling_beta": temperature.beta}
+    return fields | {"rope_scaling": scaling, "sliding_window": layer_types_of(model)["sliding_window"]}
+
+
 def _write(model: Transformer) -> dict[str, Any]:
     fields = layer_types_of(model)
     if len(set(fields.pop("layer_types"))) > 1:
@@ -76,4 +104,5 @@ MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, _write, NAMES)
 MINISTRAL = Family(
     "ministral", "MinistralForCausalLM", _read_mistral, lambda m: decoder_fields(m) | layer_types_of(m), NAMES
 )
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _read_ministral3, _write_ministral3, NAMES)
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL_NAMES)

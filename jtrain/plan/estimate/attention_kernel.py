@@ -94,16 +94,26 @@ def _job_choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     return _choose_implementation(job.machine.device, *_arguments(job, call))
 
 
-def _arguments(job: Job, call: AttentionCalls) -> tuple[_Shape, str, int, bool, str | None]:
+def _arguments(job: Job, call: AttentionCalls) -> tuple[_Shape, str, int, bool, float | None, str | None]:
     """Arguments of `_choose_implementation`."""
     shape = call.rows, call.length, call.heads, call.kv_heads, call.head_dim
     forced_name = dict(job.layout.kernels).get("attention")
-    return shape, job.layout.precision.compute_dtype, job.model.attention_chunk, call.causal, forced_name
+    # A cap in one layer: the trace does not say which calls are of that layer, and caps rule kernels out.
+    caps = (getattr(block.mixer, "soft_cap", None) for block in job.model.period)
+    soft_cap = next((cap for cap in caps if cap is not None), None)
+    precision, chunk = job.layout.precision, job.model.attention_chunk
+    return shape, precision.compute_dtype, chunk, call.causal, soft_cap, forced_name
 
 
 @functools.cache
 def _choose_implementation(
-    device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
+    device: DeviceSpec,
+    shape: _Shape,
+    dtype: str,
+    chunk: int,
+    causal: bool,
+    soft_cap: float | None,
+    forced: str | None,
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of
     times.
@@ -112,18 +122,26 @@ def _choose_implementation(
     """
     if forced is not None:
         return forced, "it is forced", ()
-    choice = registry.choose(registry.find("attention"), device, _avals(shape, dtype, chunk, causal))
+    choice = registry.choose(
+        registry.find("attention"), device, _avals(shape, dtype, chunk, causal, soft_cap)
+    )
     return choice.implementation.name, choice.because, choice.rejected
 
 
 @functools.cache
 def _passes_s(
-    device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
+    device: DeviceSpec,
+    shape: _Shape,
+    dtype: str,
+    chunk: int,
+    causal: bool,
+    soft_cap: float | None,
+    forced: str | None,
 ) -> tuple[float, float]:
     """Seconds of the forward and of the backward pass of one call."""
     name, avals = (
-        _choose_implementation(device, shape, dtype, chunk, causal, forced)[0],
-        _avals(shape, dtype, chunk, causal),
+        _choose_implementation(device, shape, dtype, chunk, causal, soft_cap, forced)[0],
+        _avals(shape, dtype, chunk, causal, soft_cap),
     )
     if name == registry.REFERENCE or name in cost.ATTENTION:
         passes_s = cost.attention_passes_s(device, avals, name)
@@ -138,11 +156,11 @@ def _passes_s(
     return passes_s
 
 
-def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool) -> registry.Avals:
+def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool, soft_cap: float | None) -> registry.Avals:
     rows, length, heads, kv_heads, head_dim = shape
     query, key = (
         jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads)
     )
     segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
-    return dict(arrays, chunk=chunk, window=None, causal=causal)
+    return dict(arrays, chunk=chunk, window=None, soft_cap=soft_cap, causal=causal)

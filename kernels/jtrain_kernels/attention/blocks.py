@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain_kernels.soft_cap import capped, times_slope
+
 
 def _parts(x: Array, chunk: int, axis: int = 1) -> Array:
     """Positions split into chunks, with the chunk index as the first dimension."""
@@ -31,15 +33,19 @@ def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
 
 
-def _scores(q_BLKGH: Array, k_BMKH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K G L M"]:
-    """Scaled scores in float32, -inf where masked; a row may be fully masked."""
+def _scores(
+    q_BLKGH: Array, k_BMKH: Array, segment_BL: Array, segment_BM: Array, soft_cap: float | None
+) -> Float[Array, "B K G L M"]:
+    """Scaled and capped scores in float32, -inf where masked; a row may be fully masked."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     seen_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
-    return jnp.where(seen_BLM[:, None, None], s_BKGLM * q_BLKGH.shape[-1] ** -0.5, -jnp.inf)
+    s_BKGLM = capped(s_BKGLM * q_BLKGH.shape[-1] ** -0.5, soft_cap)
+    return jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf)
 
 
 def forward(
     chunk: int,
+    soft_cap: float | None,
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
     v_BMKP: Float[Array, "B M K P"],
@@ -51,7 +57,7 @@ def forward(
 
     def forward_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
         q_BCKGH, segment_BC = part
-        s = _scores(q_BCKGH, k_BMKH, segment_BC, segment_BM)
+        s = _scores(q_BCKGH, k_BMKH, segment_BC, segment_BM, soft_cap)
         # The lowest finite number, because -inf - -inf would be nan if a row is fully masked.
         top = jnp.maximum(jnp.max(s, axis=-1), jnp.finfo(jnp.float32).min)
         p = jnp.exp(s - top[..., None])
@@ -71,6 +77,7 @@ def forward(
 
 def backward(
     chunk: int,
+    soft_cap: float | None,
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKP: Array,
@@ -94,9 +101,10 @@ def backward(
         # Sum of y * dy per query, as in `chunks`: p * dp summed over keys without the scores.
         delta = jnp.einsum("blkgp,blkgp->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
         # A row that sees none of these keys has p = 0: lse is over all keys, so it is finite.
-        p = jnp.exp(_scores(q, k_BMKH, segment_BC, segment_BM) - lse[..., None])
+        s = _scores(q, k_BMKH, segment_BC, segment_BM, soft_cap)
+        p = jnp.exp(s - lse[..., None])
         dp = jnp.einsum("blkgp,bmkp->bkglm", dy, v_BMKP, preferred_element_type=jnp.float32)
-        ds = (p * (dp - delta[..., None]) * scale).astype(dtype)
+        ds = times_slope(p * (dp - delta[..., None]) * scale, s, soft_cap).astype(dtype)
         dv = jnp.einsum("bkglm,blkgp->bmkp", p.astype(dtype), dy, preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkglm,blkgh->bmkh", ds, q, preferred_element_type=jnp.float32)
         dq = jnp.einsum("bkglm,bmkh->blkgh", ds, k_BMKH, preferred_element_type=jnp.float32)

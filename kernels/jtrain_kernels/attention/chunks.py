@@ -12,23 +12,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels.attention.mask import Mask
 from jtrain_kernels.platforms import by_platform
+from jtrain_kernels.soft_cap import capped, times_slope
 
 
-def forward(
-    chunk: int, window: int | None, *arrays: Array
-) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
+def forward(chunk: int, mask: Mask, *arrays: Array) -> tuple[Float[Array, "B L N P"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32; takes the arrays that `Passes.forward` does.
 
     Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     """
-    y_BLNP, lse_BKGL1 = _on_each_platform(_forward, chunk, window, arrays)
+    y_BLNP, lse_BKGL1 = _on_each_platform(_forward, chunk, mask, arrays)
     return y_BLNP, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
 
 
 def backward(
     chunk: int,
-    window: int | None,
+    mask: Mask,
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKP: Array,
@@ -43,7 +43,7 @@ def backward(
     # A trailing 1 in place of H, so that `queries` slices log-partitions too.
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
     arrays = q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM, y_BLNP, lse_BKGL1, dy_BLNP
-    return _on_each_platform(_backward, chunk, window, arrays)  # pyright: ignore[reportReturnType]
+    return _on_each_platform(_backward, chunk, mask, arrays)  # pyright: ignore[reportReturnType]
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
@@ -63,7 +63,7 @@ class _Chunk(NamedTuple):
     first: int
     start: int
     stop: int
-    window: int | None
+    mask: Mask
 
     def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
         """The chunk's queries as rows of the score matrix: query heads of one key head, then positions."""
@@ -88,15 +88,15 @@ class _Chunk(NamedTuple):
     def scores(
         self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
     ) -> Float[Array, "B K Q M"]:
-        """Scaled scores in float32, -inf where masked; no row is fully masked, because a query sees
+        """Scaled and capped scores in float32, -inf where masked; no row is fully masked, because a query sees
         itself.
         """
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, self.first : self.stop]
         query_L, key_M = jnp.arange(self.start, self.stop), jnp.arange(self.first, self.stop)
         seen_LM = query_L[:, None] >= key_M[None, :]
-        if self.window is not None:
-            seen_LM &= query_L[:, None] - key_M[None, :] < self.window
+        if self.mask.window is not None:
+            seen_LM &= query_L[:, None] - key_M[None, :] < self.mask.window
         bias_BLM = jnp.where(same_BLM & seen_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
         # One bias for all heads: comparisons fused into the loops over scores keep XLA:CPU from vectorising
         # the loops.
@@ -104,22 +104,23 @@ class _Chunk(NamedTuple):
         B, K, Q, M = s_BKQM.shape
         s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
         # The scale is applied to float32 scores: scaled queries would be rounded in bfloat16.
-        return (s_BKGLM * q_BKQH.shape[-1] ** -0.5 + bias_BLM[:, None, None]).reshape(B, K, Q, M)
+        s_BKGLM = capped(s_BKGLM * q_BKQH.shape[-1] ** -0.5, self.mask.soft_cap)
+        return (s_BKGLM + bias_BLM[:, None, None]).reshape(B, K, Q, M)
 
 
-def _chunks(length: int, chunk: int, window: int | None) -> list[_Chunk]:
+def _chunks(length: int, chunk: int, mask: Mask) -> list[_Chunk]:
     """Chunks of all queries; the last one is shorter if `chunk` does not divide the length."""
     # A window of 1 reaches no key but the query's own.
-    reach = length if window is None else window - 1
+    reach = length if mask.window is None else mask.window - 1
     starts = range(0, length, chunk)
-    return [_Chunk(max(start - reach, 0), start, min(start + chunk, length), window) for start in starts]
+    return [_Chunk(max(start - reach, 0), start, min(start + chunk, length), mask) for start in starts]
 
 
 type _Pass = Callable[..., tuple[Array, ...]]
 
 
 def _on_each_platform(
-    by_queries: _Pass, chunk: int, window: int | None, arrays: tuple[Array, ...]
+    by_queries: _Pass, chunk: int, mask: Mask, arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Runs a pass over the whole block, on a CPU one sequence at a time.
 
@@ -133,16 +134,16 @@ def _on_each_platform(
             # Without the barrier every loop that reads the arrays would slice them again, element by element.
             sequence = jax.lax.optimization_barrier(sequence)
             # A batch of one sequence, so that both passes are written for arrays with a batch.
-            return tuple(x[0] for x in by_queries(chunk, window, *(x[None] for x in sequence)))
+            return tuple(x[0] for x in by_queries(chunk, mask, *(x[None] for x in sequence)))
 
         return jax.lax.map(sequence_pass, arrays)
 
-    return by_platform(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, window))
+    return by_platform(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, mask))
 
 
 def _forward(
     chunk: int,
-    window: int | None,
+    mask: Mask,
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKP: Array,
@@ -155,7 +156,7 @@ def _forward(
     k_BKMH, v_BKMP = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKP, K)[:, :, 0]
     ys, lses = [], []
     # Chunks are unrolled: each has another number of keys, which a scan could not have.
-    for part in _chunks(q_BLNH.shape[1], chunk, window):
+    for part in _chunks(q_BLNH.shape[1], chunk, mask):
         k, v = part.keys(k_BKMH), part.keys(v_BKMP)
         s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
         # Subtracted before the exponential, which is then at most 1.
@@ -174,7 +175,7 @@ def _forward(
 
 def _backward(
     chunk: int,
-    window: int | None,
+    mask: Mask,
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKP: Array,
@@ -197,7 +198,7 @@ def _backward(
     dk_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
     dv_BKPM = dk_BKHM if P == H else jnp.zeros((B, K, P, L), jnp.float32)
     # From the last chunk to the first, so that gradients of keys behind a chunk's last key are finished.
-    for part in reversed(_chunks(L, chunk, window)):
+    for part in reversed(_chunks(L, chunk, mask)):
         k, v = part.keys(k_BKMH), part.keys(v_BKMP)
         q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLP)
         q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKPM), q, dy)
@@ -205,7 +206,8 @@ def _backward(
         # With the log-partition the probabilities need no second maximum and sum.
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqp,bkmp->bkqm", dy, v, preferred_element_type=jnp.float32)
-        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
+        ds_BKQM = p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5
+        ds_BKQM = times_slope(ds_BKQM, s_BKQM, mask.soft_cap).astype(dtype)
         dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, -1, H))
         # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
         dv = jnp.einsum("bkpq,bkqm->bkpm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)

@@ -3,7 +3,7 @@
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,15 +65,21 @@ def context_attention(
     split: RowSplit,
     chunk: int,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sink_N: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B L N P"]:
     """`attention` of this device's queries to the keys of all devices along `split.axis`; call it under
     shard_map.
 
+    Args:
+      sink_N: the same on all devices of the axis; each returns its part of their gradient.
+
     Raises:
       UserError: positions or heads do not divide over the devices, or a ring is asked for a window.
     """
+    settings: Any = dict(chunk=chunk, window=window, soft_cap=soft_cap)
     if split.size == 1:
-        return attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, chunk=chunk, window=window)
+        return attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, sink_N=sink_N, **settings)
     if split.order == "zigzag" and q_BLNH.shape[1] % 2:
         raise UserError(
             f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set "
@@ -86,20 +92,28 @@ def context_attention(
                 f"attention: window={window} with layout.context_attention=ring: a ring's blocks have no "
                 "distances. Set layout.context_attention=ulysses."
             )
-        return _by_ring(q_BLNH, k_BLKH, v_BLKP, segment_BL, split, chunk)
-    return _by_heads(q_BLNH, k_BLKH, v_BLKP, segment_BL, split, chunk, window)
+        return _by_ring(q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, split, chunk, soft_cap)
+    return _by_heads(q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, split, settings)
 
 
 def _by_ring(
-    q_BLNH: Array, k_BLKH: Array, v_BLKP: Array, segment_BL: Array, split: RowSplit, chunk: int
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKP: Array,
+    segment_BL: Array,
+    sink_N: Array | None,
+    split: RowSplit,
+    chunk: int,
+    soft_cap: float | None,
 ) -> Float[Array, "B L N P"]:
-    local_passes = passes_for(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, chunk=chunk, causal=True)
+    settings: Any = dict(chunk=chunk, soft_cap=soft_cap)
+    local_passes = passes_for(q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL, causal=True, **settings)
     # A hop's two blocks are stacked along B, each over half of a device's positions.
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
             (q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL)]  # fmt: skip
-    hop_passes = passes_for(*half, chunk=chunk, causal=False)
-    ring = RingAttention(split.axis, split.size, chunk, local_passes, hop_passes)
-    return ring_attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, ring)
+    hop_passes = passes_for(*half, causal=False, **settings)
+    ring = RingAttention(split.axis, split.size, chunk, soft_cap, local_passes, hop_passes)
+    return ring_attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, ring)
 
 
 def _by_heads(
@@ -107,9 +121,9 @@ def _by_heads(
     k_BLKH: Array,
     v_BLKP: Array,
     segment_BL: Array,
+    sink_N: Array | None,
     split: RowSplit,
-    chunk: int,
-    window: int | None,
+    settings: dict[str, Any],
 ) -> Float[Array, "B L N P"]:
     N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
     # Key heads are repeated just often enough that every device gets one.
@@ -130,8 +144,10 @@ def _by_heads(
     k_BLKH, v_BLKP = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKP))
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
     q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKP))
+    if sink_N is not None:
+        sink_N = jax.lax.dynamic_slice_in_dim(sink_N, jax.lax.axis_index(split.axis) * (N // c), N // c)
     # Results in the split's order of positions before heads are exchanged back.
-    y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk, window=window), split)
+    y = _as_split(attention(q, k, v, segment_BM, segment_BM, sink_N=sink_N, **settings), split)
     return jax.lax.all_to_all(y, split.axis, split_axis=1, concat_axis=2, tiled=True)
 
 

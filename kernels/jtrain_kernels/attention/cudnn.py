@@ -27,6 +27,8 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     L, H = query.shape[1], largest_head(avals)
     if device.compute_capability is None or device.compute_capability[0] not in _LARGEST_HEAD:
         return "cuDNN runs on NVIDIA GPUs from Ampere on"
+    if avals.get("soft_cap") is not None:
+        return f"cuDNN does not cap scores, but soft_cap={avals['soft_cap']}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN computes attention in bfloat16 or float16, not in {query.dtype}"
     largest = _LARGEST_HEAD[device.compute_capability[0]]
@@ -90,7 +92,8 @@ def backward(
     q, k, v, y, dy = _equal_heads(q_BLNH, k_BMKH, v_BMKP, y_BLNP, dy_BLNP)
     arrays = q, k, v, lse_BNL, y, dy
     dq, dk, dv = compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
-    return *cut_heads(q_BLNH.shape[-1], dq, dk), *cut_heads(v_BMKP.shape[-1], dv)
+    (dq, dk), (dv,) = cut_heads(q_BLNH.shape[-1], dq, dk), cut_heads(v_BMKP.shape[-1], dv)
+    return dq, dk, dv
 
 
 PASSES = Passes(forward, backward)

@@ -1,4 +1,4 @@
-"""Attention masks, and the interface of an implementation: a forward and a backward pass over blocks."""
+"""Attention masks and score caps, and the interface of an implementation: a forward and a backward pass over blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,21 +8,21 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Mask within a segment, for a query at index l and a key at index m.
+    """Mask within a segment, for a query at index l and a key at index m, and the bound of scores.
 
     causal: the query sees keys with m <= l; queries and keys are the same positions.
     window: the query also needs m > l - window, so it sees at most `window` keys, its own included; causal
       masks only.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) before the mask (arXiv:2408.00118, section 2);
+      None leaves them as they are.
     """
 
     causal: bool = True
     window: int | None = None
+    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         assert self.causal or self.window is None, self
-
-
-CAUSAL, EVERY = Mask(), Mask(causal=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels.attention.mask import CAUSAL, EVERY, Passes
+from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.attention.sinks import sink_gradient, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +36,26 @@ class RingAttention:
 
     axis, size: mesh axis of the ring, and its number of devices.
     chunk: queries whose scores exist at a time, for implementations in plain JAX.
+    soft_cap: see `Mask`.
     local_passes, hop_passes: passes over a device's own keys, and over the keys that arrive.
     """
 
     axis: str
     size: int
     chunk: int
+    soft_cap: float | None
     local_passes: Passes
     hop_passes: Passes
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """Settings of a pass over the device's own keys."""
+        return dict(mask=Mask(soft_cap=self.soft_cap), chunk=self.chunk)
+
+    @property
+    def hop(self) -> dict[str, Any]:
+        """Settings of a pass over the keys that arrive."""
+        return dict(mask=Mask(causal=False, soft_cap=self.soft_cap), chunk=self.chunk)
 
     def send[T](self, arrays: T) -> T:
         """Sends this device's arrays to the next device and returns those of the previous one."""
@@ -58,12 +71,13 @@ type _Result = tuple[Array, Array]
 """y_BLNP and lse_BNL of the queries over some of the keys, float32."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def ring_attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BLKH: Float[Array, "B L K H"],
     v_BLKP: Float[Array, "B L K P"],
     segment_BL: Int[Array, "B L"],
+    sink_N: Float[Array, " N"] | None,
     ring: RingAttention,
 ) -> Float[Array, "B L N P"]:
     """Causal attention within segments of this device's queries to the keys of all devices of the ring.
@@ -73,22 +87,27 @@ def ring_attention(
     computed. It holds the keys of two devices at a time. The results that the backward pass needs carry the
     checkpoint name "attention".
     """
-    return _vjp_forward(q_BLNH, k_BLKH, v_BLKP, segment_BL, ring)[0]
+    return _vjp_forward(q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, ring)[0]
 
 
 def _vjp_forward(
-    q_BLNH: Array, k_BLKH: Array, v_BLKP: Array, segment_BL: Array, ring: RingAttention
-) -> tuple[Array, tuple[Array, ...]]:
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKP: Array,
+    segment_BL: Array,
+    sink_N: Array | None,
+    ring: RingAttention,
+) -> tuple[Array, tuple[Array | None, ...]]:
     inputs = q_BLNH, k_BLKH, v_BLKP, segment_BL
     # Sent before this device's own block is computed, which hides the first hop.
     arrived = ring.send(inputs[1:])
-    local_result = ring.local_passes.forward(*inputs, segment_BL, mask=CAUSAL, chunk=ring.chunk)
+    local_result = ring.local_passes.forward(*inputs, segment_BL, **ring.local)
 
     def hop(total: _Result, keys: tuple[Array, ...], distance: Array | int) -> _Result:
         pair = _Pair(ring.earlier(distance))
         k, v, segment = map(pair.keys, keys)
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
-        return pair.join(total, ring.hop_passes.forward(*queries, mask=EVERY, chunk=ring.chunk))
+        return pair.join(total, ring.hop_passes.forward(*queries, **ring.hop))
 
     def step(carry: tuple[_Result, tuple[Array, ...]], distance: Array) -> tuple[Any, None]:
         total, keys = carry
@@ -98,18 +117,18 @@ def _vjp_forward(
     total = local_result[0].astype(jnp.float32), local_result[1]
     # Hops 1 to c - 2 in the loop; the last one sends nothing, so it stands after it.
     (total, last), _ = jax.lax.scan(step, (total, arrived), jnp.arange(1, ring.size - 1))
-    y_BLNP, lse_BNL = hop(total, last, ring.size - 1)
+    y_BLNP, lse_BNL = with_sink(*hop(total, last, ring.size - 1), sink_N)
     y_BLNP, lse_BNL = (checkpoint_name(x, "attention") for x in (y_BLNP.astype(q_BLNH.dtype), lse_BNL))
-    return y_BLNP, (*inputs, y_BLNP, lse_BNL)
+    return y_BLNP, (*inputs, sink_N, y_BLNP, lse_BNL)
 
 
 def _vjp_backward(
-    ring: RingAttention, saved: tuple[Array, ...], dy_BLNP: Array
-) -> tuple[Array, Array, Array, None]:
-    q_BLNH, k_BLKH, v_BLKP, segment_BL, y_BLNP, lse_BNL = saved
+    ring: RingAttention, saved: tuple[Any, ...], dy_BLNP: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
+    q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, y_BLNP, lse_BNL = saved
     arrived = ring.send((k_BLKH, v_BLKP, segment_BL))
     local_gradients = ring.local_passes.backward(
-        *saved[:4], *saved[3:], dy_BLNP, mask=CAUSAL, chunk=ring.chunk
+        *saved[:4], segment_BL, y_BLNP, lse_BNL, dy_BLNP, **ring.local
     )
     # Float32 from here on: each hop adds to the sums, and they are rounded once at the end.
     dq, *dkv = (x.astype(jnp.float32) for x in local_gradients)
@@ -123,7 +142,7 @@ def _vjp_backward(
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
         # Gradients of keys travel one hop behind the keys: the previous holder sends its sum so far.
         arriving = ring.send(dkv)
-        dq_hop, *dkv_hop = ring.hop_passes.backward(*queries, *rows, mask=EVERY, chunk=ring.chunk)
+        dq_hop, *dkv_hop = ring.hop_passes.backward(*queries, *rows, **ring.hop)
         dkv = [pair.add_to_keys(total, part) for total, part in zip(arriving, dkv_hop, strict=True)]
         return pair.add_to_queries(dq, dq_hop), dkv
 
@@ -136,7 +155,8 @@ def _vjp_backward(
     (dq, dkv, last), _ = jax.lax.scan(step, (dq, dkv, arrived), jnp.arange(1, ring.size - 1))
     dq, dkv = hop(dq, dkv, last, ring.size - 1)
     dk, dv = ring.send(dkv)  # back to the owner of the keys
-    return dq.astype(q_BLNH.dtype), dk.astype(k_BLKH.dtype), dv.astype(v_BLKP.dtype), None
+    dsink_N = sink_gradient(y_BLNP, lse_BNL, dy_BLNP, sink_N)
+    return dq.astype(q_BLNH.dtype), dk.astype(k_BLKH.dtype), dv.astype(v_BLKP.dtype), None, dsink_N
 
 
 ring_attention.defvjp(_vjp_forward, _vjp_backward)

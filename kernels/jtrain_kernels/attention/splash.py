@@ -155,5 +155,6 @@ def _kernel(
         q_seq_shards=1,
         block_sizes=blocks,
         save_residuals=residuals,
+        attn_logits_soft_cap=mask.soft_cap,
         interpret=interpret,
     )

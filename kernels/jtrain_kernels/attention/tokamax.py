@@ -115,7 +115,7 @@ def forward(
     kernel = functools.partial(
         _forward_kernel(capability, block_q, block_kv, stages),
         is_causal=mask.causal,
-        logits_soft_cap=None,
+        logits_soft_cap=mask.soft_cap,
         logits_scale=H**-0.5,
         out_dtype=q_BLNH.dtype,
         normalize_output=True,
@@ -162,7 +162,7 @@ def backward(
     kernel = functools.partial(
         _backward_kernel(capability, num_stages=stages_backward, **blocks),
         logits_scale=H**-0.5,
-        logits_soft_cap=None,
+        logits_soft_cap=mask.soft_cap,
         is_causal=mask.causal,
         ds_dtype=None,
     )
@@ -179,7 +179,8 @@ def backward(
         *pad_heads(_padded(capability, P), v_BMKP, y_BLNP, dy_BLNP),
     )
     dq, dk, dv = jax.vmap(backward_of_row)(*arrays, lse_BNL, *key_ranges(segment_BL, segment_BM, mask))
-    return *cut_heads(H, dq, dk), *cut_heads(P, dv)
+    (dq, dk), (dv,) = cut_heads(H, dq, dk), cut_heads(P, dv)
+    return dq, dk, dv
 
 
 PASSES = Passes(forward, backward)

@@ -8,12 +8,16 @@ from jtrain_kernels.attention.mask import Mask, Passes
 
 def forward(*arrays: Array, mask: Mask, chunk: int) -> tuple[Array, Array]:
     """See `Passes`."""
-    return chunks.forward(chunk, mask.window, *arrays) if mask.causal else blocks.forward(chunk, *arrays)
+    if mask.causal:
+        return chunks.forward(chunk, mask, *arrays)
+    return blocks.forward(chunk, mask.soft_cap, *arrays)
 
 
 def backward(*arrays: Array, mask: Mask, chunk: int) -> tuple[Array, Array, Array]:
     """See `Passes`."""
-    return chunks.backward(chunk, mask.window, *arrays) if mask.causal else blocks.backward(chunk, *arrays)
+    if mask.causal:
+        return chunks.backward(chunk, mask, *arrays)
+    return blocks.backward(chunk, mask.soft_cap, *arrays)
 
 
 PASSES = Passes(forward, backward)

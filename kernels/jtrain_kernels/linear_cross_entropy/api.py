@@ -14,6 +14,7 @@ from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.platforms import by_platform
+from jtrain_kernels.soft_cap import capped, times_slope
 
 
 def linear_cross_entropy(
@@ -23,6 +24,7 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int | None,
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
 
@@ -38,6 +40,7 @@ def linear_cross_entropy(
       chunk_tokens: tokens whose logits exist at a time; None takes the size that was measured on the device,
         or else the best size predicted by `chunking`.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
+      soft_cap: bounds logits smoothly, by tanh, see `soft_cap.py`; None for none.
 
     Returns:
       Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so
@@ -56,6 +59,7 @@ def linear_cross_entropy(
         target_BL=target_BL,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
+        soft_cap=soft_cap,
         axis=None,
     )
 
@@ -68,6 +72,7 @@ def vocab_parallel_linear_cross_entropy(
     axis: Axis,
     chunk_tokens: int | None,
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` inside a `shard_map` whose `axis` splits positions and vocabulary: W = V / n.
 
@@ -107,6 +112,7 @@ def vocab_parallel_linear_cross_entropy(
         target_BL=target_BL,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
+        soft_cap=soft_cap,
         axis=axis,
     )
 
@@ -117,11 +123,12 @@ def _xla(
     target_BL: Array,
     chunk_tokens: int | None,
     z_loss: float,
+    soft_cap: float | None,
     axis: Axis | None,
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, chunk if chunk_tokens is None else chunk_tokens)
-    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, Vocab(axis))
+    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, soft_cap, Vocab(axis))
 
 
 def _chunked(
@@ -141,6 +148,7 @@ def token_cross_entropy(
     target_BL: Int[Array, "B L"],
     *,
     chunk_tokens: int | None,
+    soft_cap: float | None = None,
     axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
     """Cross entropy in nats of each of this device's tokens, float32; 0 where nothing is predicted.
@@ -154,7 +162,7 @@ def token_cross_entropy(
 
     def chunk(_: None, x_and_target: tuple[Array, Array]) -> tuple[None, Array]:
         x_cD, target_C = x_and_target
-        logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
+        logits_CW = capped(contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32), soft_cap)
         return None, nats_of(*vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C))
 
     _, nats_Zc = jax.lax.scan(chunk, None, (x_ZcD, target_ZC))
@@ -176,7 +184,13 @@ def chosen_chunk(
     """Default tokens of a chunk, for a device with `columns` columns of the unembedding."""
     unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
     arguments = dict(
-        x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis
+        x_BLD=x_BLD,
+        unembed_DV=unembed,
+        target_BL=target_BL,
+        chunk_tokens=None,
+        z_loss=0.0,
+        soft_cap=None,
+        axis=axis,
     )
     return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
 
@@ -196,16 +210,21 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _loss(
-    x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
+    x_ZcD: Array,
+    unembed_DW: Array,
+    target_ZC: Array,
+    z_loss: float,
+    soft_cap: float | None,
+    vocab: Vocab,
 ) -> tuple[Array, Array]:
     """Objective and nats over Z chunks: c tokens of this device, C of all that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
         x_cD, target_C = x_and_target
-        logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
+        logits_CW = capped(contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32), soft_cap)
         # Logits are of all devices' tokens, but each device sums its own tokens only.
         return sums + _sums(vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C), z_loss), None
 
@@ -222,7 +241,12 @@ def _sums(summary: tuple[Array, ...], z_loss: float) -> Float[Array, "2"]:
 
 
 def _forward(
-    x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
+    x_ZcD: Array,
+    unembed_DW: Array,
+    target_ZC: Array,
+    z_loss: float,
+    soft_cap: float | None,
+    vocab: Vocab,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
@@ -233,7 +257,7 @@ def _forward(
         x_cD, target_C = x_and_target
         x_CD = vocab.gather(x_cD)
         # Float32 logits: softmax and log-partition are computed from unrounded products.
-        logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
+        logits_CW = capped(contract(x_CD, kernel_DW, 1, 0, jnp.float32), soft_cap)
         lse_C, picked_C = vocab.summary(logits_CW, target_C)
         sums = sums + _sums(vocab.local_slices(lse_C, picked_C, target_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
@@ -242,7 +266,7 @@ def _forward(
         column_C = vocab.column(target_C, logits_CW.shape[1])
         is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
         # In x's dtype, so that both gradient matmuls run at the rate of x's dtype.
-        dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
+        dlogits_CW = times_slope(softmax_CW - is_target_CW, logits_CW, soft_cap).astype(x_CD.dtype)
         dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
         # XLA:CPU contracts over the first dimension slowly; a transposed copy of x pays off there.
         dkernel_DW += by_platform(
@@ -260,9 +284,13 @@ def _forward(
 
 
 def _backward(
-    z_loss: float, vocab: Vocab, saved: tuple[Array, Array], cotangents: tuple[Array, Array]
+    z_loss: float,
+    soft_cap: float | None,
+    vocab: Vocab,
+    saved: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None]:
-    del z_loss, vocab  # already part of the saved gradients
+    del z_loss, soft_cap, vocab  # already part of the saved gradients
     dx_ZcD, dkernel_DW = saved
     # The second result is for reporting: its cotangent is not used.
     scale = cotangents[0]
@@ -314,6 +342,7 @@ LINEAR_CROSS_ENTROPY = registry.Op(
             "target_BL": jax.ShapeDtypeStruct((2, 8192), jnp.int32),
             "chunk_tokens": None,
             "z_loss": 0.0,
+            "soft_cap": None,
             "axis": None,
         }
     },

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks, nats_of
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
+from jtrain_kernels.soft_cap import capped, times_slope
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
 
@@ -27,6 +28,7 @@ def linear_cross_entropy_in_parts(
     fetch: Fetch,
     chunk_tokens: int | None,
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
     axis: Axis | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` with an unembedding in Z parts of W columns, each fetched when it is needed.
@@ -51,7 +53,7 @@ def linear_cross_entropy_in_parts(
     vocab = Vocab(axis)
     size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
     x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
-    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, vocab)
+    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, soft_cap, vocab)
 
 
 def token_cross_entropy_in_parts(
@@ -62,13 +64,14 @@ def token_cross_entropy_in_parts(
     *,
     fetch: Fetch,
     chunk_tokens: int | None,
+    soft_cap: float | None = None,
     axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
     """`token_cross_entropy` with an unembedding in parts, each fetched once; arguments as above."""
     vocab = Vocab(axis)
     size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
     x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
-    nats_SC = nats_of(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC)
+    nats_SC = nats_of(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, soft_cap, vocab), own_SC)
     # Chunks may be padded at the end, beyond the tokens of the batch.
     nats_BL = nats_SC.reshape(-1)[: target_BL.size].reshape(target_BL.shape)
     return vocab.local_positions(nats_BL)
@@ -100,14 +103,20 @@ def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[A
     return x_SCD, target_SC, own_SC
 
 
-def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:
-    logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
+def _logits(x_CD: Array, kernel_DW: Array, column_W: Array, soft_cap: float | None) -> Float[Array, "C W"]:
+    logits_CW = capped(contract(x_CD, kernel_DW, 1, 0, jnp.float32), soft_cap)
     # Padding columns get no probability, in the loss and in its gradient.
     return jnp.where(column_W == NO_COLUMN, -jnp.inf, logits_CW)
 
 
 def _summaries(
-    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, vocab: Vocab
+    x_SCD: Array,
+    parts: Any,
+    column_ZW: Array,
+    target_SC: Array,
+    fetch: Fetch,
+    soft_cap: float | None,
+    vocab: Vocab,
 ) -> tuple[Float[Array, "S C"], Float[Array, "S C"]]:
     """Log-partition of each token, and the logit of its target."""
 
@@ -118,7 +127,7 @@ def _summaries(
 
         def add_chunk(_: None, token_stats: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
             x_CD, target_C, top_C, total_C, picked_C = token_stats
-            logits_CW = _logits(x_CD, kernel_DW, column_W)
+            logits_CW = _logits(x_CD, kernel_DW, column_W, soft_cap)
             # Online softmax over parts: earlier sums are rescaled to the new maximum.
             higher_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=-1))
             total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(
@@ -148,7 +157,7 @@ def _sums(lse_SC: Array, picked_SC: Array, own_SC: Array, z_loss: float) -> tupl
     return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _loss(
     x_SCD: Array,
     parts: Any,
@@ -157,12 +166,13 @@ def _loss(
     own_SC: Array,
     fetch: Fetch,
     z_loss: float,
+    soft_cap: float | None,
     vocab: Vocab,
 ) -> tuple[Array, Array]:
     """Loss over S chunks of C tokens; `own_SC` holds the targets of this device's tokens and IGNORE for all
     others.
     """
-    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC, z_loss)
+    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, soft_cap, vocab), own_SC, z_loss)
 
 
 def _forward(
@@ -173,9 +183,10 @@ def _forward(
     own_SC: Array,
     fetch: Fetch,
     z_loss: float,
+    soft_cap: float | None,
     vocab: Vocab,
 ) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
-    lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab)
+    lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, soft_cap, vocab)
 
     def add_part(dx_SCD: Array, part_and_columns: tuple[Any, Array]) -> tuple[Array, Any]:
         # The pullback is this part's alone, so its gradient leaves before the next part comes.
@@ -185,14 +196,14 @@ def _forward(
         def add_chunk(dkernel_DW: Array, token_stats: tuple[Array, ...]) -> tuple[Array, Array]:
             x_CD, target_C, lse_C, dx_CD = token_stats
             # Logits are computed a second time: those of the first pass are gone, and lse is over all parts.
-            logits_CW = _logits(x_CD, kernel_DW, column_W)
+            logits_CW = _logits(x_CD, kernel_DW, column_W, soft_cap)
             # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
             weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
             softmax_CW = (
                 jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
             )
             is_target_CW = column_W[None, :] == target_C[:, None]
-            dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
+            dlogits_CW = times_slope(softmax_CW - is_target_CW, logits_CW, soft_cap).astype(x_CD.dtype)
             dkernel_DW += contract(x_CD, dlogits_CW, 0, 0, jnp.float32)
             return dkernel_DW, dx_CD + contract(dlogits_CW, kernel_DW, 1, 1, jnp.float32)
 
@@ -206,9 +217,14 @@ def _forward(
 
 
 def _backward(
-    fetch: Fetch, z_loss: float, vocab: Vocab, saved: tuple[Array, Any], cotangents: tuple[Array, Array]
+    fetch: Fetch,
+    z_loss: float,
+    soft_cap: float | None,
+    vocab: Vocab,
+    saved: tuple[Array, Any],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Any, None, None, None]:
-    del fetch, z_loss, vocab  # already part of the saved gradients
+    del fetch, z_loss, soft_cap, vocab  # already part of the saved gradients
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
