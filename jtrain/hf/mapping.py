@@ -50,18 +50,19 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole Hugging Face tensor."""
-        groups = self._their_dims.split()
-        return tuple(sum(self._length(term) for term in group.split("+")) for group in groups)
+        groups = (_terms(group) for group in self._their_dims.split())
+        return tuple(self._length(outer) * sum(map(self._length, terms)) for outer, terms in groups)
 
     def write(self, ours: np.ndarray, theirs: np.ndarray) -> None:
         """Writes one layer or expert into its part of their tensor."""
-        self.view(theirs)[...] = ours if self._order is None else ours[self._order]
+        view = self.view(theirs)
+        view[...] = (ours if self._order is None else ours[self._order]).reshape(view.shape)
 
     def read(self, theirs: np.ndarray) -> np.ndarray:
         """One layer or expert from their tensor, in our dimensions; a view where nothing is reordered."""
         view = self.view(theirs)
         if self._order is None:
-            return view
+            return view.reshape([self.sizes[letter] for letter in self.info.dims[len(self.index) :]])
         ours = np.empty_like(view)
         ours[self._order] = view
         return ours
@@ -69,7 +70,9 @@ class Part:
     @functools.cached_property
     def _our_dims(self) -> str:
         # The stacked dimensions come first, so what follows them is one layer's or expert's.
-        return self.info.dims[len(self.index) :]
+        dims = self.info.dims[len(self.index) :]
+        # Theirs may have the heads of each key head side by side.
+        return dims.replace("A", "OG") if "G" in self.tensor.dims else dims
 
     @functools.cached_property
     def _their_dims(self) -> str:
@@ -93,23 +96,36 @@ class Part:
         """Our part of their tensor, with our dimensions in our order."""
         index: list[Any] = []
         expanded: list[int] = []
-        letters = ""
-        for axis, group in enumerate(self._their_dims.split()):
-            terms = group.split("+")
+        letters, axis = "", 0
+        for group in self._their_dims.split():
+            outer, terms = _terms(group)
+            lengths, part = [self._length(term) for term in terms], self.tensor.part
+            if outer:
+                theirs = theirs.reshape(*theirs.shape[:axis], -1, sum(lengths), *theirs.shape[axis + 1 :])
+                axis += 1
             if len(terms) > 1:
-                ends = np.cumsum([self._length(term) for term in terms])
-                start = ends[self.tensor.part] - self._length(terms[self.tensor.part])
-                theirs = theirs[(slice(None),) * axis + (slice(start, ends[self.tensor.part]),)]
-                group = terms[self.tensor.part]
-            for letter in group:
-                expanded.append(int(letter) if letter.isdigit() else self.sizes[letter])
-                index.append(self.tensor.part if letter.isdigit() else slice(None))
+                end = sum(lengths[: part + 1])
+                theirs = theirs[(slice(None),) * axis + (slice(end - lengths[part], end),)]
+            for letter in outer + terms[part if len(terms) > 1 else 0]:
+                expanded.append(int(letter) if letter.isdigit() else self._length(letter))
+                # A dimension of one is there, and counts nothing.
+                index.append((0 if letter == "1" else part) if letter.isdigit() else slice(None))
                 letters += "" if letter.isdigit() else letter
+            axis += 1
         view = theirs.reshape(expanded)[tuple(index)]
         return np.transpose(view, [letters.index(letter) for letter in self._our_dims])
 
     def _length(self, term: str) -> int:
-        return math.prod(int(letter) if letter.isdigit() else self.sizes[letter] for letter in term)
+        sizes = dict(self.sizes)
+        if "G" in term:
+            sizes["G"] = sizes["A"] // sizes["O"]
+        return math.prod(int(letter) if letter.isdigit() else sizes[letter] for letter in term)
+
+
+def _terms(group: str) -> tuple[str, list[str]]:
+    """What is repeated as a whole, and the terms that are concatenated: `O(S+S+GH)` and `Q+Q`."""
+    outer, _, inner = group.rpartition("(")
+    return outer, inner.removesuffix(")").split("+")
 
 
 def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, list[Part]]:

@@ -8,10 +8,12 @@
 | D | model width | H | head size |
 | F | feed-forward hidden | V | vocabulary |
 | Y | stacked layers | X | experts of a layer |
-| R | rotated pairs of a head, H / 2 | S | experts that serve one token |
+| R | rotated pairs of a head, H / 2; a rank | S | experts that serve one token; size of a state |
 | Q | latent of queries | C | latent of keys and values |
 | T | dims of a head without positions | U | dims of a head that are rotated, H - T |
 | P | size of a head's values, where not H | E | T + P, a head's key and value from the latent |
+| A | heads of a recurrent mixer, or its channels | O | its key heads |
+| W | taps of a convolution | Z | groups of heads with one input of their states |
 
 `axis` always means a mesh axis, `dim` an array dimension.
 """
@@ -49,8 +51,8 @@ class ParamInfo:
 
     `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or
     `zeros` for what multiplies or is added to activations (scales of norms, biases), or a normal distribution
-    with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of experts that
-    serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
+    with `mean` and standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of
+    experts that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
 
     `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
     holds layer y. Random numbers depend on the logical layer.
@@ -62,6 +64,7 @@ class ParamInfo:
     init: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     top_k: int = 0
+    mean: float = 0.0
     layer_order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -94,10 +97,11 @@ class ParamInfo:
 
     @property
     def is_matrix(self) -> bool:
-        """True for parameters of two or more dimensions per layer; False for norm scales and biases, also
-        where each head has its own.
+        """True for what multiplies as a matrix; False for norm scales and biases, also where each head has its
+        own, and for the taps of a convolution, which multiply each channel by itself.
         """
-        return self.init == "normal" and len(self.dims.removeprefix("Y")) > 1
+        per_channel = "W" in self.dims or self.mean != 0
+        return self.init == "normal" and len(self.dims.removeprefix("Y")) > 1 and not per_channel
 
     @property
     def is_experts(self) -> bool:

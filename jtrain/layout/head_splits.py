@@ -46,6 +46,9 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
             )
         return
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
+    # Recurrent mixers pass states on, whatever the number of their heads.
+    if not {"N", "K"} <= set(size):
+        return
     # Heads of one device along `tensor`: ulysses splits them once more, over `context`.
     size.setdefault("K", size["N"])
     heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))

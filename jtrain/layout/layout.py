@@ -36,8 +36,7 @@ from jtrain.layout.precision import PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
 
-SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
-SPLITS |= {"Q": "data", "C": "data"}
+SPLITS = dict.fromkeys("NKFVAO", "tensor") | dict.fromkeys("DQC", "data") | {"X": "expert"}
 """Dimension letter -> mesh axis that may split it, the first one of a parameter; `data` stands for all
 `ZERO_AXES`."""
 
@@ -46,6 +45,7 @@ VOCABULARY_AXES = ("stage", "tensor")
 
 FIELDS = {"N": "model.num_heads", "K": "model.num_kv_heads", "F": "model.d_ff", "V": "model.vocab_size"}
 FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts", "Q": "mixer.q_rank", "C": "mixer.kv_rank"}
+FIELDS |= {"A": "mixer.num_heads", "O": "mixer.num_key_heads"}
 """Dimension letter -> config field with its size, for messages."""
 
 type ContextOrder = Literal["contiguous", "zigzag"]

@@ -27,12 +27,15 @@ class MLPSpec:
     activation: of the gate, or of the only projection without a gate.
     gated: False has no gate.
     bias: True adds a learned vector to each projection.
+    gate_scale, out_scale: multiply the gate before its activation, and the output (Falcon-H1).
     """
 
     d_ff: int | None = None
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
 
 class MLP(nnx.Module):
@@ -62,18 +65,25 @@ class MLP(nnx.Module):
             wide_BLF = activate(checkpoint_name(self._biased(up_BLF, "up"), "mlp_up"), self.spec.activation)
         else:
             gate_BLF, up_BLF = tensor.project_in(x_BLD, self.gate_DF[...], self.up_DF[...])
-            gate_BLF = checkpoint_name(self._biased(gate_BLF, "gate"), "mlp_gate")
+            gate_BLF = checkpoint_name(
+                _scaled(self._biased(gate_BLF, "gate"), self.spec.gate_scale), "mlp_gate"
+            )
             up_BLF = checkpoint_name(self._biased(up_BLF, "up"), "mlp_up")
             wide_BLF = gated(gate_BLF, up_BLF, self.spec.activation)
         y_BLD = tensor.project_out(wide_BLF, self.down_FD[...])
         # Once, at the positions that this device keeps of the sum.
-        return y_BLD + aligned(self.down_bias_D[...], y_BLD) if self.spec.bias else y_BLD
+        y_BLD = y_BLD + aligned(self.down_bias_D[...], y_BLD) if self.spec.bias else y_BLD
+        return _scaled(y_BLD, self.spec.out_scale)
 
     def _biased(self, wide_BLF: Float[Array, "B L F"], name: str) -> Float[Array, "B L F"]:
         if not self.spec.bias:
             return wide_BLF
         bias_F = getattr(self, f"{name}_bias_F")[...]
         return wide_BLF + aligned(local_part(bias_F, wide_BLF.shape[-1]), wide_BLF)
+
+
+def _scaled(x: Float[Array, "*dims"], scale: float) -> Float[Array, "*dims"]:
+    return x if scale == 1 else x * scale
 
 
 def activate(x: Float[Array, "*dims"], activation: Activation) -> Float[Array, "*dims"]:

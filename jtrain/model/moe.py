@@ -23,7 +23,7 @@ from jtrain.model.expert_dispatch import (
     send_back,
     to_rows,
 )
-from jtrain.model.mlp import MLP, MLPSpec
+from jtrain.model.mlp import MLP, MLPSpec, activate
 from jtrain.model.param import vector, weight
 from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 from jtrain.model.sizes import ModelSizes
@@ -43,13 +43,15 @@ class MoE(nnx.Module):
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
         if spec.correction_bias:
             self.router_bias_X = vector("X", (experts,), ones=False, layers=layers)
-        self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
+        if spec.gated:
+            self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         # The same as a dense layer's: weights of a token's experts add up to one (less if not normalized).
         out_std = sizes.branch_std(d_ff)
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
         if shared_d_ff := spec.shared_d_ff or spec.shared_experts * d_ff:
-            self.shared = MLP(MLPSpec(d_ff=shared_d_ff), sizes, layers=layers)
+            unit = MLPSpec(d_ff=shared_d_ff, activation=spec.activation, gated=spec.gated)
+            self.shared = MLP(unit, sizes, layers=layers)
         if spec.shared_gate:
             # A vector of weights: too small to shard, and read in float32 as a router's logits are.
             self.shared_gate_D = vector("D", (d_model,), ones=False, layers=layers)
@@ -96,7 +98,7 @@ class MoE(nnx.Module):
         if expert == 1:
             weights, count_X = self._weights(pieces), orders[0].count_X
             wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
-            y_PDs = [weights[2].multiply(wide_PF, count_X)]
+            y_PDs = [weights[-1].multiply(wide_PF, count_X)]
         else:
             y_PDs = self._exchange_and_multiply(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
@@ -157,7 +159,7 @@ class MoE(nnx.Module):
             if pieces > 1:
                 wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
             returned_PDs = [] if y_RD is None else [return_piece(piece - 1, y_RD)]
-            y_RD = weights[2].multiply(wide_RF, group_size)
+            y_RD = weights[-1].multiply(wide_RF, group_size)
             if pieces > 1:
                 # The piece after the next is sent after this one, so that buffers of few pieces exist at a
                 # time.
@@ -170,10 +172,9 @@ class MoE(nnx.Module):
         return [*y_PDs, return_piece(pieces - 1, y_RD)]
 
     def _weights(self, pieces: int) -> "tuple[ExpertWeight, ...]":
-        """Gate, up and down, each used once per piece."""
-        return tuple(
-            ExpertWeight.of(w[...], uses=pieces) for w in (self.gate_XDF, self.up_XDF, self.down_XFD)
-        )
+        """Gate, unless experts have none, up and down, each used once per piece."""
+        names = ("gate_XDF",) * self.spec.gated + ("up_XDF", "down_XFD")
+        return tuple(ExpertWeight.of(getattr(self, name)[...], uses=pieces) for name in names)
 
     def _wide(
         self,
@@ -183,7 +184,10 @@ class MoE(nnx.Module):
         *,
         expected_rows: int,
     ) -> Float[Array, "P F"]:
-        """`silu(gate) * up` of each expert's rows; undefined in rows of no expert."""
+        """`silu(gate) * up` of each expert's rows, or `act(up)`; undefined in rows of no expert."""
+        if not self.spec.gated:
+            up_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_up")
+            return activate(up_PF, self.spec.activation)
         gate_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_gate")
         up_PF = checkpoint_name(weights[1].multiply(x_PD, group_size_X), "mlp_up")
         return ops.grouped_swiglu(gate_PF, up_PF, group_size_X, expected_rows=expected_rows)

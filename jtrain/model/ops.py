@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jtrain_kernels.attention.api import ATTENTION_BACKWARD, ATTENTION_FORWARD, UNMASKED, attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
+from jtrain_kernels.delta_rule.api import delta_rule
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.fp8.api import AMAX, Fp8Kernel, linear_fp8, of_one_x, rounded_weight
 from jtrain_kernels.fp8.formats import unsupported as fp8_unsupported
@@ -26,14 +27,17 @@ from jtrain_kernels.linear_cross_entropy.parts import (
     token_cross_entropy_in_parts,
 )
 from jtrain_kernels.linear_cross_entropy.vocab import Axis as VocabAxis
+from jtrain_kernels.mamba2.api import mamba2
 from jtrain_kernels.overlap.api import (
     all_gather_matmul,
     all_gather_matmul_fp8,
     matmul_reduce_scatter,
     matmul_reduce_scatter_fp8,
 )
+from jtrain_kernels.recurrence.documents import RecurrentState, empty_state
 from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
+from jtrain_kernels.short_conv.api import LeftContext, empty_context, short_conv
 from jtrain_kernels.soft_cap import capped
 from jtrain_kernels.swiglu.api import grouped_swiglu, swiglu
 
@@ -46,6 +50,8 @@ __all__ = [
     "WHOLE_ROWS",
     "Fp8Kernel",
     "Kernel",
+    "LeftContext",
+    "RecurrentState",
     "RowSplit",
     "VocabAxis",
     "all_gather_linear",
@@ -55,7 +61,10 @@ __all__ = [
     "best_chunk",
     "capped",
     "context_attention",
+    "delta_rule",
     "embedding_lookup",
+    "empty_context",
+    "empty_state",
     "fp8_unsupported",
     "grouped_matmul",
     "grouped_swiglu",
@@ -64,11 +73,13 @@ __all__ = [
     "linear_cross_entropy_in_parts",
     "linear_reduce_scatter",
     "linears",
+    "mamba2",
     "no_amax",
     "rms_norm",
     "rms_norm_branch",
     "rope",
     "rounded_weight",
+    "short_conv",
     "swiglu",
     "token_cross_entropy",
     "token_cross_entropy_in_parts",

@@ -26,14 +26,15 @@ DRAWS = 4
 
 
 def weight(
-    dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0
+    dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0, mean: float = 0.0
 ) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one for each layer.
+    """Numbers drawn from a normal of `mean` and standard deviation `std`; with `layers`, some for each layer.
 
     Args:
       top_k: for a stack of experts, the number of experts per token.
+      mean: of numbers that multiply no matrix, such as decays.
     """
-    return _param(dims, shape, layers, init="normal", std=std, top_k=top_k)
+    return _param(dims, shape, layers, init="normal", std=std, top_k=top_k, mean=mean)
 
 
 def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) -> nnx.Param[Any]:
@@ -47,12 +48,20 @@ def aligned(vector: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array,
 
 
 def _param(
-    dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0
+    dims: str,
+    shape: tuple[int, ...],
+    layers: int,
+    *,
+    init: str,
+    std: float,
+    top_k: int = 0,
+    mean: float = 0.0,
 ) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
     # The layout decides the dtype; float32 is a placeholder until values are drawn.
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init, std=std, top_k=top_k)
+    rules: dict[str, Any] = dict(dims=dims, init=init, std=std, top_k=top_k, mean=mean)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **rules)
 
 
 def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
@@ -60,7 +69,10 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
     infos: list[ParamInfo] = []
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         meta = variable.get_metadata()
-        shape, rules = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
+        shape, rules = (
+            variable.get_value().shape,
+            (meta[name] for name in ("dims", "init", "std", "top_k", "mean")),
+        )
         infos.append(ParamInfo(".".join(map(str, path)), shape, *rules))
     # By path: the order in which modules are built must not order the state.
     return tuple(sorted(infos, key=lambda info: info.path))
@@ -114,9 +126,10 @@ def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = 
         constant = jnp.ones if info.init == "ones" else jnp.zeros
         return _or_identity(info, layer, constant(shape, dtype))
     keys = jnp.asarray(_draw_keys(info, seed, layers=None if layer is None else info.shape[0]))
-    return _or_identity(
-        info, layer, (info.std * _normal(keys if layer is None else keys[layer], shape)).astype(dtype)
-    )
+    value = info.std * _normal(keys if layer is None else keys[layer], shape)
+    if info.mean:
+        value += info.mean
+    return _or_identity(info, layer, value.astype(dtype))
 
 
 def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.ndarray, "*layers 4 2"]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jtrain.errors import UserError
+from jtrain.model.mlp import Activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class MoESpec:
     num_experts: experts per layer, X.
     top_k: experts per token: those with the highest scores.
     d_ff: hidden width F of one expert; None takes `model.d_ff`.
+    activation, gated: of experts and shared experts, as in `MLPSpec`; `silu` with a gate, or any without.
     normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps
       the scores.
     shared_experts: additional experts that every token uses (arXiv:2401.06066, section 3.2).
@@ -48,6 +50,8 @@ class MoESpec:
     num_experts: int
     top_k: int
     d_ff: int | None = None
+    activation: Activation = "silu"
+    gated: bool = True
     normalize_top_k: bool = True
     shared_experts: int = 0
     shared_d_ff: int | None = None
@@ -87,6 +91,11 @@ class MoESpec:
             raise UserError(
                 f"model.moe.weight_input=True with model.moe.top_k={self.top_k}: a token's experts would each "
                 "read another input. Set model.moe.top_k=1."
+            )
+        if self.gated and self.activation != "silu":
+            raise UserError(
+                f"model.moe.activation={self.activation} with model.moe.gated=True: experts with a gate have "
+                "`silu`. Set one of the two."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:

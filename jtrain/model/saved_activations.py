@@ -46,6 +46,8 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     Sum over all devices along `tensor`: each holds 1 / tensor, split by heads, by F, or by positions.
     """
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
+    # A model without attention has neither N nor K.
+    size = dict(N=0, K=0, H=0) | size
     wide = wide_per_token(layout)
     compute_bytes = itemsize(layout.precision.compute_dtype)
     # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy. Without K each head
@@ -72,8 +74,8 @@ def wide_per_token(layout: Layout) -> int:
     For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
     """
     elements = 0
-    # gate and up have the same width, so gate stands for both.
-    for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
+    # gate and up have the same width, and not all have a gate: up stands for both.
+    for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("up_DF", "up_XDF")):
         elements += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
     return elements
 

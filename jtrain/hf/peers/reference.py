@@ -134,7 +134,7 @@ def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTra
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         kind(settings).float().save_pretrained(folder)
-        initial = load_all(Path(folder))
+        initial = as_published(load_all(Path(folder)))
     tied = bool(config.get("tie_word_embeddings", settings.to_dict().get("tie_word_embeddings")))
     recipe = {
         name: (list(array.shape), *center_and_scale(name, array, tied))
@@ -153,7 +153,42 @@ def build_model(config: dict, out: Path, seed: int) -> tuple[transformers.PreTra
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError, AttributeError):
             model.set_experts_implementation("eager")
+    compute_decays_exactly(model)
     return model.eval(), recipe
+
+
+RECURRENT = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+"""transformers' delta rules in chunks, and token by token. Decays between tokens of a chunk are differences of
+sums there, with errors of 1e-4 for fast heads; those of single tokens are exact."""
+
+
+def compute_decays_exactly(model: transformers.PreTrainedModel) -> None:
+    """Lets a model compute delta rules token by token."""
+    module = sys.modules[type(model).__module__]
+    for chunked, recurrent in RECURRENT.items():
+        if hasattr(module, chunked):
+            setattr(module, chunked, getattr(module, recurrent))
+
+
+def as_published(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors as checkpoints of OLMo Hybrid have them, which transformers reads and saves otherwise:
+    convolutions have the channels of their projections, not a third of all; layers of attention name their
+    norms as OLMo 2.
+    """
+    out = dict(tensors)
+    for name in tensors:
+        if name.endswith(".q_conv1d.weight"):
+            names = [name.replace(".q_conv", f".{x}_conv") for x in "qkv"]
+            channels = [len(tensors[x.replace("_conv1d", "_proj")]) for x in names]
+            parts = np.split(np.concatenate([tensors[x] for x in names]), np.cumsum(channels)[:-1])
+            out |= dict(zip(names, parts, strict=True))
+        layer, suffix, _ = name.partition(".post_feedforward_layernorm")
+        if suffix and (norm := out.pop(f"{layer}.feedforward_layer_norm.weight", None)) is not None:
+            out[f"{layer}.post_attention_layernorm.weight"] = norm
+    return out
 
 
 def load_all(folder: Path) -> dict[str, np.ndarray]:
@@ -202,7 +237,7 @@ def gradients(model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
             elif value.is_floating_point():
                 value.fill_(torch.nan)
         model.save_pretrained(folder)
-        saved = load_all(Path(folder))
+        saved = as_published(load_all(Path(folder)))
         for name, value in model.state_dict(keep_vars=True).items():
             value.copy_(weights[name])
     return {name: array for name, array in saved.items() if not np.isnan(array).all()}

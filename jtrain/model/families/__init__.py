@@ -19,6 +19,11 @@ _MODULES = (
     "nanochat",
     "llama4",
     "sinks",
+    "delta_nets",
+    "state_spaces",
+    "short_convs",
+    "nemotron_h",
+    "falcon_h1",
 )
 
 

@@ -58,6 +58,11 @@ class Fields:
         """Value of a field that is a number."""
         return float(self.get(key, default))
 
+    def numbers(self, key: str, default: Iterable[float]) -> tuple[float, ...]:
+        """Value of a field that is a list of numbers; transformers writes infinity as an object."""
+        given = self.get(key, tuple(default))
+        return tuple(float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """Value of a field that is true or false."""
         return bool(self.get(key, default))

@@ -9,6 +9,7 @@ from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.family import Names, Tensor
+from jtrain.model.mixer import MixerSpec
 from jtrain.model.mlp import Activation, MLPSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
@@ -38,6 +39,8 @@ def decoder(
     d_ff: str = "intermediate_size",
     eps: str = "rms_norm_eps",
     tied: bool = False,
+    width: int | None = None,
+    num_layers: int | None = None,
     **settings: Any,
 ) -> Transformer:
     """The model of a config.json with the usual names of sizes.
@@ -46,10 +49,11 @@ def decoder(
       block: description of each layer, by its number.
       first: layers before the pattern that repeats.
       d_ff, eps: fields of the hidden width, and of the norms' epsilon.
+      width, num_layers: the hidden width and the number of layers, where they are no fields.
       tied: default of `tie_word_embeddings`.
       settings: further arguments of `Transformer`.
     """
-    num_layers, d_model = fields.whole("num_hidden_layers"), fields.whole("hidden_size")
+    num_layers, d_model = num_layers or fields.whole("num_hidden_layers"), fields.whole("hidden_size")
     num_heads = fields.whole("num_attention_heads")
     sizes: dict[str, Any] = dict(
         num_layers=num_layers,
@@ -57,7 +61,7 @@ def decoder(
         num_heads=num_heads,
         num_kv_heads=fields.whole("num_key_value_heads", num_heads),
         head_dim=fields.whole("head_dim", d_model // num_heads),
-        d_ff=fields.whole(d_ff),
+        d_ff=width or fields.whole(d_ff),
         vocab_size=fields.whole("vocab_size"),
         norm_eps=fields.number(eps, 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
@@ -112,6 +116,18 @@ def attention_of(model: Transformer) -> AttentionSpec:
     return dataclasses.replace(attentions_of(model)[0], window=None)
 
 
+def mixer_of[Spec: MixerSpec](model: Transformer, kind: type[Spec]) -> Spec:
+    """The first mixer of a kind.
+
+    Raises:
+      UserError: the model has none.
+    """
+    for block in model.blocks:
+        if isinstance(block.mixer, kind):
+            return block.mixer
+    raise UserError(f"a model without {kind.name}.")
+
+
 def moe_of(model: Transformer) -> MoESpec:
     """The mixture of a model.
 
@@ -124,11 +140,20 @@ def moe_of(model: Transformer) -> MoESpec:
 
 
 def decoder_fields(
-    model: Transformer, *, d_ff: str = "intermediate_size", eps: str = "rms_norm_eps"
+    model: Transformer,
+    *,
+    attentions: list[AttentionSpec] | None = None,
+    d_ff: str = "intermediate_size",
+    eps: str = "rms_norm_eps",
 ) -> dict[str, Any]:
-    """Fields of config.json that `decoder` reads, and those of the rope of the first attention that has one."""
-    num_heads, num_kv_heads, head_dim = attention_of(model).head_sizes(model.sizes)
-    rope = next((mixer.rope for mixer in attentions_of(model) if mixer.rope is not None), RopeSpec())
+    """Fields of config.json that `decoder` reads, and those of the rope of the first attention that has one.
+
+    Args:
+      attentions: in place of the model's own, for a family whose models may have none.
+    """
+    attentions = attentions or attentions_of(model)
+    num_heads, num_kv_heads, head_dim = attentions[0].head_sizes(model.sizes)
+    rope = next((mixer.rope for mixer in attentions if mixer.rope is not None), RopeSpec())
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
     return fields_without_attention(model, d_ff=d_ff, eps=eps) | heads | rope_fields(rope)
 

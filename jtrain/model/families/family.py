@@ -16,7 +16,8 @@ class Tensor:
     dims: letters of its dimensions in their order; letters written together are one flattened dimension.
       `I` stands for H whose rotated pairs lie side by side instead of half a head apart, `J` for such a U.
       A digit is a dimension that counts parameters: `N3H D` holds queries, keys and values of each head. `+`
-      concatenates: `NH+KH+KH D` holds queries, then keys, then values.
+      concatenates: `NH+KH+KH D` holds queries, then keys, then values; `O(S+S+GH) D` does so for each
+      key head, G = A / O.
     part: which of the counted or concatenated parameters this one is.
     """
 

@@ -56,7 +56,7 @@ def _read_qwen3(fields: Fields) -> Transformer:
     )
 
 
-def _num_experts(fields: Fields) -> int:
+def num_experts(fields: Fields) -> int:
     """From `num_experts` (transformers 4) or `num_local_experts` (5), which are one setting."""
     keys = [key for key in ("num_experts", "num_local_experts") if fields.get(key) is not None] or [
         "num_experts"
@@ -70,20 +70,25 @@ def _num_experts(fields: Fields) -> int:
     return counts[0]
 
 
+def experts_by_layer(fields: Fields) -> list[bool]:
+    """True for each layer with a mixture of experts."""
+    dense, step = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
+    return [y not in dense and (y + 1) % step == 0 for y in range(fields.whole("num_hidden_layers"))]
+
+
 def _read_qwen3_moe(fields: Fields) -> Transformer:
     fields.only(hidden_act="silu", quantization_config=None)
     rope, windows, bias = fields.rope(), _windows(fields), "all" if fields.flag("attention_bias") else "none"
     fields.whole("num_key_value_heads")
     fields.whole("head_dim")
     moe = MoESpec(
-        num_experts=_num_experts(fields),
+        num_experts=num_experts(fields),
         top_k=fields.whole("num_experts_per_tok"),
         normalize_top_k=fields.flag("norm_topk_prob"),
         # That of transformers is computed over a batch instead of a sequence, and is top_k times larger.
         balance_loss=fields.number("router_aux_loss_coef", 0.001),
     )
-    dense, step = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
-    experts = [y not in dense and (y + 1) % step == 0 for y in range(fields.whole("num_hidden_layers"))]
+    experts = experts_by_layer(fields)
     dense_layer = MLPSpec(d_ff=fields.get("intermediate_size"))
     return decoder(
         fields,

@@ -1,0 +1,254 @@
+"""Decoders of gated delta nets and attention: Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
+from jtrain.model.families.config_fields import Fields
+from jtrain.model.families.decoder import FULL, NAMES, attention_of, decoder, decoder_fields, mixer_of, moe_of
+from jtrain.model.families.family import Family, Names, Tensor
+from jtrain.model.families.olmo import AFTER
+from jtrain.model.families.qwen import experts_by_layer, num_experts
+from jtrain.model.mlp import MLPSpec
+from jtrain.model.norm import NormSpec
+from jtrain.model.recurrent.delta_net import DeltaNetSpec
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+
+LINEAR = "linear_attention"
+"""Kind of a layer with a state, in `layer_types`."""
+
+
+def layer_kinds(fields: Fields, period: int = 4) -> tuple[str, ...]:
+    """Kind of each layer; by default attention ends each period."""
+    num_layers = fields.whole("num_hidden_layers")
+    default = [LINEAR if (y + 1) % period else FULL for y in range(num_layers)]
+    return fields.layer_types(num_layers, default)
+
+
+def kinds_of(model: Transformer) -> list[str]:
+    """`layer_types` of a model."""
+    return [FULL if isinstance(block.mixer, AttentionSpec) else LINEAR for block in model.blocks]
+
+
+def attentions_or_none(model: Transformer) -> list[AttentionSpec]:
+    """The grouped-query attention of each layer that has one; a plain one where no layer has."""
+    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec)]
+    return mixers or [AttentionSpec()]
+
+
+def _delta_net(fields: Fields, *, heads: int, key_heads: int, key_dim: int, value_dim: int) -> DeltaNetSpec:
+    return DeltaNetSpec(
+        num_heads=fields.whole("linear_num_value_heads", heads),
+        num_key_heads=fields.whole("linear_num_key_heads", key_heads),
+        key_dim=fields.whole("linear_key_head_dim", key_dim),
+        value_dim=fields.whole("linear_value_head_dim", value_dim),
+        taps=fields.whole("linear_conv_kernel_dim", 4),
+    )
+
+
+def _delta_fields(model: Transformer) -> dict[str, Any]:
+    spec = mixer_of(model, DeltaNetSpec)
+    return {
+        "layer_types": kinds_of(model),
+        "linear_num_value_heads": spec.num_heads,
+        "linear_num_key_heads": spec.num_key_heads,
+        "linear_key_head_dim": spec.key_dim,
+        "linear_value_head_dim": spec.value_dim,
+        "linear_conv_kernel_dim": spec.taps,
+    }
+
+
+def _read_qwen(fields: Fields, feed_forward: Callable[[int], MLPSpec | MoESpec], **sizes: Any) -> Transformer:
+    fields.only(hidden_act="silu", quantization_config=None)
+    # Of text alone, all three positions are the same, however the frequencies are divided among them.
+    rope = fields.rope(share=0.25, beside=("mrope_section", "mrope_interleaved"))
+    bias = "all" if fields.flag("attention_bias") else "none"
+    attention = AttentionSpec(rope=rope, bias=bias, qk_norm="head", gate=True)
+    delta = _delta_net(fields, heads=32, key_heads=16, key_dim=128, value_dim=128)
+    kinds = layer_kinds(fields, fields.whole("full_attention_interval", 4))
+    fields.whole("head_dim")
+    return decoder(
+        fields,
+        lambda y: BlockSpec(attention if kinds[y] == FULL else delta, feed_forward(y)),
+        norm=NormSpec(scale="one_plus"),
+        **sizes,
+    )
+
+
+def _moe(fields: Fields, *, normalize: bool) -> MoESpec:
+    return MoESpec(
+        num_experts=num_experts(fields),
+        top_k=fields.whole("num_experts_per_tok"),
+        d_ff=fields.whole("moe_intermediate_size"),
+        normalize_top_k=normalize,
+        shared_d_ff=fields.whole("shared_expert_intermediate_size"),
+        shared_gate=True,
+        # That of transformers is computed over a batch instead of a sequence, and is top_k times larger.
+        balance_loss=fields.number("router_aux_loss_coef", 0.001),
+    )
+
+
+def _read_next(fields: Fields) -> Transformer:
+    moe, has_experts = _moe(fields, normalize=fields.flag("norm_topk_prob", True)), experts_by_layer(fields)
+    return _read_qwen(fields, lambda y: moe if has_experts[y] else MLPSpec())
+
+
+def _read_moe(fields: Fields) -> Transformer:
+    moe = _moe(fields, normalize=True)
+    return _read_qwen(fields, lambda _: moe, d_ff="moe_intermediate_size")
+
+
+def _write_qwen(model: Transformer) -> dict[str, Any]:
+    attention = attention_of(model)
+    return decoder_fields(model) | _delta_fields(model) | {"attention_bias": attention.bias == "all"}
+
+
+def _write_experts(model: Transformer) -> dict[str, Any]:
+    moe = moe_of(model)
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_ff or model.d_ff,
+        "shared_expert_intermediate_size": moe.shared_d_ff,
+        "router_aux_loss_coef": moe.balance_loss,
+    }
+
+
+def _write_next(model: Transformer) -> dict[str, Any]:
+    dense = [y for y, block in enumerate(model.blocks) if isinstance(block.feed_forward, MLPSpec)]
+    more = {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return (
+        _write_qwen(model) | _write_experts(model) | more | {"norm_topk_prob": moe_of(model).normalize_top_k}
+    )
+
+
+def _write_moe(model: Transformer) -> dict[str, Any]:
+    fields = _write_qwen(model) | _write_experts(model)
+    del fields["intermediate_size"]
+    return fields
+
+
+def _read_olmo(fields: Fields) -> Transformer:
+    fields.only(hidden_act="silu", attention_bias=False, quantization_config=None)
+    fields.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max")
+    fields.ignore("linear_dt_init_floor")
+    heads, d_model = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    key_heads = fields.whole("linear_num_key_heads", heads)
+    key_dim = fields.whole("linear_key_head_dim", int(0.75 * d_model / key_heads))
+    delta = _delta_net(fields, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=2 * key_dim)
+    max_step = 2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0
+    # An epsilon of its own, whatever rms_norm_eps says.
+    delta = dataclasses.replace(delta, max_step=max_step, norm_eps=1e-5)
+    parameters = fields.get("rope_parameters") or {}
+    has_rope = parameters.get("rope_theta", fields.get("rope_theta")) is not None
+    attention = AttentionSpec(rope=fields.rope() if has_rope else None, qk_norm="all")
+    fields.ignore("rope_parameters", "rope_scaling")
+    kinds = layer_kinds(fields)
+    return decoder(
+        fields,
+        lambda y: BlockSpec(attention, norms="after") if kinds[y] == FULL else BlockSpec(delta),
+    )
+
+
+def _write_olmo(model: Transformer) -> dict[str, Any]:
+    spec = mixer_of(model, DeltaNetSpec)
+    fields = decoder_fields(model) | _delta_fields(model) | {"linear_allow_neg_eigval": spec.max_step == 2}
+    if attention_of(model).rope is None:
+        fields |= {"rope_theta": None, "rope_parameters": None}
+    return fields
+
+
+def _names(mixer: str, **tensors: tuple[Any, ...]) -> Names:
+    """Names below a mixer, from (name, dimensions, part) by the parameter's."""
+    tensors |= {"decay_log_A": ("A_log", "A"), "decay_bias_A": ("dt_bias", "A")}
+    layer = "model.layers.{y}." + mixer
+    return {
+        f"delta_net.{path.replace('__', '.')}": Tensor(f"{layer}.{name}", *rest)
+        for path, (name, *rest) in tensors.items()
+    }
+
+
+_CONV = ("conv1d.weight", "OS+OS+AH 1 W")
+_QWEN: dict[str, tuple[Any, ...]] = dict(
+    q_conv__taps_OSW=(*_CONV, 0),
+    k_conv__taps_OSW=(*_CONV, 1),
+    v_conv__taps_AHW=(*_CONV, 2),
+    norm__scale_H=("norm.weight", "H"),
+    o_AHD=("out_proj.weight", "D AH"),
+)
+_GATED = {
+    "attention.q_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "N2H D", 0),
+    "attention.gate_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "N2H D", 1),
+}
+_SHARED = {
+    "mlp.shared_gate_D": Tensor("model.layers.{y}.mlp.shared_expert_gate.weight", "1 D"),
+    "mlp.shared.gate_DF": Tensor("model.layers.{y}.mlp.shared_expert.gate_proj.weight", "F D"),
+    "mlp.shared.up_DF": Tensor("model.layers.{y}.mlp.shared_expert.up_proj.weight", "F D"),
+    "mlp.shared.down_FD": Tensor("model.layers.{y}.mlp.shared_expert.down_proj.weight", "D F"),
+}
+_FUSED, _FUSED_GATES = ("in_proj_qkvz.weight", "O(S+S+GH+GH) D"), ("in_proj_ba.weight", "O2G D")
+_NEXT = _names(
+    "linear_attn",
+    q_DOS=(*_FUSED, 0),
+    k_DOS=(*_FUSED, 1),
+    v_DAH=(*_FUSED, 2),
+    gate_DAH=(*_FUSED, 3),
+    step_DA=(*_FUSED_GATES, 0),
+    decay_DA=(*_FUSED_GATES, 1),
+    **_QWEN,
+)
+_QKV = ("in_proj_qkv.weight", "OS+OS+AH D")
+_QWEN35 = _names(
+    "linear_attn",
+    q_DOS=(*_QKV, 0),
+    k_DOS=(*_QKV, 1),
+    v_DAH=(*_QKV, 2),
+    gate_DAH=("in_proj_z.weight", "AH D"),
+    step_DA=("in_proj_b.weight", "A D"),
+    decay_DA=("in_proj_a.weight", "A D"),
+    **_QWEN,
+)
+_OLMO = _names(
+    "linear_attn",
+    q_DOS=("q_proj.weight", "OS D"),
+    k_DOS=("k_proj.weight", "OS D"),
+    v_DAH=("v_proj.weight", "AH D"),
+    gate_DAH=("g_proj.weight", "AH D"),
+    step_DA=("b_proj.weight", "A D"),
+    decay_DA=("a_proj.weight", "A D"),
+    q_conv__taps_OSW=("q_conv1d.weight", "OS 1 W"),
+    k_conv__taps_OSW=("k_conv1d.weight", "OS 1 W"),
+    v_conv__taps_AHW=("v_conv1d.weight", "AH 1 W"),
+    norm__scale_H=("o_norm.weight", "H"),
+    o_AHD=("o_proj.weight", "D AH"),
+)
+
+# Only layers of delta nets have norms before their branches.
+_OLMO_NORMS = {
+    "attention_norm.scale_D": Tensor("model.layers.{y}.attention_layer_norm.weight", "D"),
+    "mlp_norm.scale_D": Tensor("model.layers.{y}.feedforward_layer_norm.weight", "D"),
+}
+
+QWEN3_NEXT = Family(
+    "qwen3_next", "Qwen3NextForCausalLM", _read_next, _write_next, NAMES | _GATED | _SHARED | _NEXT
+)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    lambda fields: _read_qwen(fields, lambda _: MLPSpec()),
+    _write_qwen,
+    NAMES | _GATED | _QWEN35,
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    _read_moe,
+    _write_moe,
+    NAMES | _GATED | _SHARED | _QWEN35,
+)
+OLMO_HYBRID = Family(
+    "olmo_hybrid", "OlmoHybridForCausalLM", _read_olmo, _write_olmo, NAMES | AFTER | _OLMO_NORMS | _OLMO
+)
