@@ -13,10 +13,8 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "kernels/jtrain_kernels/"
 OVERLAP = "tests/kernels/overlap/"
 LIMIT_S = 150
-"""Time limit of a test in the copy, longer than that of the processes that tests start there
-(`test_gpu_fabric.py`).
-
-A bug that ends in a deadlock or an endless loop takes this long."""
+"""Time limit of a test in the copy, longer than that of the processes it starts (`test_gpu_fabric.py`): what a bug
+that ends in a deadlock or an endless loop takes."""
 
 
 class Bug(NamedTuple):
@@ -31,7 +29,6 @@ class Bug(NamedTuple):
 FUSED = OVERLAP + "test_gpu_fabric.py::test_the_fused_kernels_give_the_product_although_senders_are_late"
 ELSEWHERE = "tests/test_platform_dependent.py::test_an_accelerators_branch_computes_what_the_cpus_does"
 IN_FLOAT64 = OVERLAP + "test_api.py::test_values_and_gradients_are_those_of_float64"
-
 STAGES = "tests/pipeline/test_executor.py::test_stages_are_not_a_model"
 SPLIT_BACKWARD = "tests/pipeline/test_executor.py::test_split_backward_passes_are_not_a_model"
 LAYOUT = "tests/step/test_train_step.py::test_the_layout_is_not_a_model"
@@ -40,6 +37,7 @@ IN_8_BITS = "tests/step/test_fp8.py::test_delayed_scaling_is_the_same_on_any_lay
 HOSTS_CORES = "tests/step/test_host_offload.py::test_the_hosts_cores_compute_the_same_update"
 DTYPES = "tests/step/test_dtypes.py"
 NOISE = "tests/optim/test_state_rounding.py::test_no_two_roundings_share_their_noise"
+PACKED = "tests/model/test_recurrent.py::test_documents_of_one_row_know_nothing_of_each_other"
 COLLATED = "tests/data/constructor/test_collate.py"
 
 BUGS = {
@@ -85,6 +83,18 @@ BUGS = {
         "in (x_BLD, *rotation, segment_BL)]",
         "in (x_BLD, *rotation, jnp.tile(segment_BL[: len(segment_BL) // groups], (groups, 1)))]",
         "tests/step/test_tensor_overlap.py::test_groups_of_sequences_are_not_a_model",
+    ),
+    "a convolution sees the document before": Bug(
+        KERNELS + "short_conv/api.py",
+        "same_BL = segment[:, w : w + L] == segment_BL",
+        "same_BL = segment[:, w : w + L] >= 0",
+        PACKED,
+    ),
+    "a state goes on into the next document": Bug(
+        KERNELS + "recurrence/documents.py",
+        "return jnp.cumsum(filled_BL != before_BL, axis=1, dtype=jnp.int32), filled_BL[:, -1]",
+        "return jnp.zeros_like(filled_BL), filled_BL[:, -1]",
+        PACKED,
     ),
     # One block, chunk or slice hides these.
     "collation: positions from the beginning of the batch": Bug(

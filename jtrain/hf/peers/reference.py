@@ -174,9 +174,10 @@ def compute_decays_exactly(model: transformers.PreTrainedModel) -> None:
 
 
 def as_published(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors as checkpoints of OLMo Hybrid have them, which transformers reads and saves otherwise:
-    convolutions have the channels of their projections, not a third of all; layers of attention name their
-    norms as OLMo 2.
+    """Tensors as published checkpoints have them, which transformers reads and saves otherwise.
+
+    Convolutions of OLMo Hybrid have the channels of their projections, not a third of all, and its layers of
+    attention name their norms as OLMo 2; dense layers of Kimi Linear are no `block_sparse_moe`.
     """
     out = dict(tensors)
     for name in tensors:
@@ -188,6 +189,9 @@ def as_published(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         layer, suffix, _ = name.partition(".post_feedforward_layernorm")
         if suffix and (norm := out.pop(f"{layer}.feedforward_layer_norm.weight", None)) is not None:
             out[f"{layer}.post_attention_layernorm.weight"] = norm
+        layer, suffix, projection = name.partition(".block_sparse_moe.")
+        if projection in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            out[f"{layer}.mlp.{projection}"] = out.pop(name)
     return out
 
 

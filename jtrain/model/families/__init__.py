@@ -24,6 +24,7 @@ _MODULES = (
     "short_convs",
     "nemotron_h",
     "falcon_h1",
+    "kimi_linear",
 )
 
 

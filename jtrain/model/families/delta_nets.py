@@ -161,9 +161,9 @@ def _write_olmo(model: Transformer) -> dict[str, Any]:
     return fields
 
 
-def _names(mixer: str, **tensors: tuple[Any, ...]) -> Names:
+def names_of_delta(mixer: str, **tensors: tuple[Any, ...]) -> Names:
     """Names below a mixer, from (name, dimensions, part) by the parameter's."""
-    tensors |= {"decay_log_A": ("A_log", "A"), "decay_bias_A": ("dt_bias", "A")}
+    tensors = {"decay_log_A": ("A_log", "A"), "decay_bias_A": ("dt_bias", "A")} | tensors
     layer = "model.layers.{y}." + mixer
     return {
         f"delta_net.{path.replace('__', '.')}": Tensor(f"{layer}.{name}", *rest)
@@ -190,7 +190,7 @@ _SHARED = {
     "mlp.shared.down_FD": Tensor("model.layers.{y}.mlp.shared_expert.down_proj.weight", "D F"),
 }
 _FUSED, _FUSED_GATES = ("in_proj_qkvz.weight", "O(S+S+GH+GH) D"), ("in_proj_ba.weight", "O2G D")
-_NEXT = _names(
+_NEXT = names_of_delta(
     "linear_attn",
     q_DOS=(*_FUSED, 0),
     k_DOS=(*_FUSED, 1),
@@ -201,7 +201,7 @@ _NEXT = _names(
     **_QWEN,
 )
 _QKV = ("in_proj_qkv.weight", "OS+OS+AH D")
-_QWEN35 = _names(
+_QWEN35 = names_of_delta(
     "linear_attn",
     q_DOS=(*_QKV, 0),
     k_DOS=(*_QKV, 1),
@@ -211,7 +211,7 @@ _QWEN35 = _names(
     decay_DA=("in_proj_a.weight", "A D"),
     **_QWEN,
 )
-_OLMO = _names(
+_OLMO = names_of_delta(
     "linear_attn",
     q_DOS=("q_proj.weight", "OS D"),
     k_DOS=("k_proj.weight", "OS D"),
