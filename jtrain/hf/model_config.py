@@ -66,7 +66,7 @@ def _read(family: Family, config: Mapping[str, Any]) -> Transformer:
         model = family.read(fields)
     except UserError:
         raise
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise UserError(
             f"config.json: a field has a value of another type or size than transformers writes ({error}). "
             "Download or export it again."
