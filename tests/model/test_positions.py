@@ -24,8 +24,10 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (1, 16)).astype(np.int32)
 def logits(attention: AttentionSpec, segments: list[int], positions: list[int]) -> np.ndarray:
     model = Transformer(**SIZES, pattern=(BlockSpec(attention),))
     params = init_params(model.param_infos(), seed=0, dtype="float32")
-    position_BL, segment_BL = (jnp.asarray([x], jnp.int32) for x in (positions, segments))
-    return np.asarray(model.logits(params, Batch(TOKENS, TOKENS, position_BL, segment_BL)))
+    token_BL, position_BL, segment_BL = map(
+        jnp.asarray, (TOKENS, np.int32([positions]), np.int32([segments]))
+    )
+    return np.asarray(model.logits(params, Batch(token_BL, token_BL, position_BL, segment_BL)))
 
 
 def test_chunks_of_a_document_are_documents_to_attention() -> None:

@@ -7,6 +7,8 @@ value.
 import math
 
 WIDTH, VOCABULARY, POSITIONS, WINDOW = 64, 128, 256, 16
+FIRST_TOKEN = 4
+"""Smallest drawn id, as in draw.py: special tokens are below, because torch leaves out the gradient of padding."""
 MOST_LAYERS = 8
 """Longest head and period that are kept whole; of longer patterns one layer of each kind is kept."""
 
@@ -95,7 +97,7 @@ def shrink(config: dict, full: dict) -> dict:
         if isinstance(value, float) and any(part in field for part in ZEROED):
             changes[field] = 0.0
         if field.endswith("token_id") and value is not None:
-            changes[field] = 1 if isinstance(value, list) or value >= VOCABULARY else value
+            changes[field] = 1 if isinstance(value, list) or value >= FIRST_TOKEN else value
     if "linear_conv_kernel_dim" in full:
         # The output of a delta rule is near zero where its query meets no key; its norm divides by it. With
         # 1e-6, transformers' own gradients in float32 are 4e-4 from those in float64; with this, 1e-6.
