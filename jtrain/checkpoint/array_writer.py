@@ -111,7 +111,7 @@ def write_arrays(
     stored = in_store(path)
     made: set[str] = set()
     # Files of a few hundred bytes come last: the state's memory has to be free first.
-    small = collections.deque(_descriptions(leaves))
+    small = collections.deque(descriptions(leaves))
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
@@ -166,7 +166,7 @@ def write_arrays(
     return hashes
 
 
-def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview]]:
+def descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview]]:
     """Yields path and contents of the files beside the chunks."""
     for leaf in leaves:
         yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)

@@ -2,15 +2,18 @@
 
 python -m jtrain.hf export --workdir runs/tiny --out out/tiny --dtype bfloat16
 python -m jtrain.hf import --from models/Llama-3.1-8B --workdir runs/llama8b --config=llama8b
+python -m jtrain.hf inspect models/Llama-3.1-8B --device h100 --count 8
 python -m jtrain.hf prove models/Llama-3.1-8B --torch-python T/bin/python
 """
 
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
+from jtrain.cli import hf_inspect
 from jtrain.cli.options import add_config, add_json, add_step, add_workdir
-from jtrain.cli.run import Args, Command, Parser, Verb, write_json
+from jtrain.cli.run import Args, Command, Parser, Verb, WrongValue, write_json
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
@@ -32,14 +35,29 @@ def add_import_options(parser: Parser) -> None:
     """Declares the options of `import`."""
     parser.add_argument(
         "--from",
-        dest="folder",
-        type=Path,
+        dest="source",
         required=True,
         metavar="DIR",
-        help="with config.json and safetensors",
+        help="with config.json and safetensors: a folder, hf://OWNER/NAME, or the URL of a store",
     )
     add_workdir(parser, "a new or empty directory")
     add_config(parser)
+    hf_inspect.add_family(parser)
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="I/N",
+        help="write part I, from 0, of N: one process for each, on one disk; the last one completes the workdir",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Number of a process and of all, of `I/N`."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise WrongValue(f"{text} must be I/N with I from 0 to N - 1, such as 0/4")
+    return int(number), int(count)
 
 
 def export(args: Args) -> int:
@@ -56,9 +74,9 @@ def import_(args: Args) -> int:
     _start_jax()
     from jtrain.hf import workdirs
 
-    workdirs.import_directory(
-        args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets
-    )
+    options: Any = {"config": args.config, "fiddlers": args.fiddlers, "sets": args.sets}
+    choice: Any = {"family_name": args.family, "part": args.part, "share": args.share}
+    workdirs.import_directory(args.source, args.workdir, **options, **choice)
     return 0
 
 
@@ -84,6 +102,7 @@ def add_prove_options(parser: Parser) -> None:
         metavar="FIELD=JSON",
         help="set one field of config.json, like attention_bias=true",
     )
+    hf_inspect.add_family(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     add_json(parser)
 
@@ -98,7 +117,8 @@ def prove(args: Args) -> int:
 
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
-    proof = proofs.prove(args.source, args.torch_python, sets=args.sets, seed=args.seed)
+    sets = [*args.sets, *([] if args.family is None else [f'model_type="{args.family}"'])]
+    proof = proofs.prove(args.source, args.torch_python, sets=sets, seed=args.seed)
     facts = proof.facts
     table = Table(
         f"{facts['class']} of transformers {facts['transformers']}, torch {facts['torch']}: "
@@ -127,7 +147,7 @@ def _start_jax() -> None:
 
 VERB = Verb(
     "hf",
-    summary="convert checkpoints to Hugging Face Llama, Qwen3 and Qwen3-MoE directories, and back",
+    summary="convert checkpoints to Hugging Face directories and back, and inspect and prove what is in them",
     commands={
         "export": Command(
             "write a checkpoint as a directory that transformers loads",
@@ -145,6 +165,7 @@ VERB = Verb(
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
         ),
+        "inspect": hf_inspect.COMMAND,
         "prove": Command(
             "compare a model with transformers and with itself on every layout",
             prove,

@@ -1,21 +1,17 @@
-"""Files of a Hugging Face directory: config.json, one or several safetensors files, tokenizer files."""
+"""Writes a Hugging Face directory: config.json, one or several safetensors files, tokenizer files."""
 
-import contextlib
-import functools
 import json
 import math
 import shutil
 import stat
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jtrain.errors import FileError, UserError
+from jtrain.errors import UserError
 from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
+from jtrain.hf.model_files import CONFIG, INDEX, SINGLE
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.runtime.atomic_io import replacing
@@ -34,54 +30,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-
-_CONFIG = "config.json"
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a directory.
-
-    Raises:
-      FileError: the directory has no config.json.
-      UserError: the file is not a JSON object.
-    """
-    config = _read_json(folder, _CONFIG)
-    if config is None:
-        raise FileError(f"{folder / _CONFIG}: no such file. Give a Hugging Face model directory.")
-    return config
-
-
-@contextlib.contextmanager
-def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
-    """Maps the name of each tensor in a directory to a function that reads it. Opening reads only the
-    headers.
-
-    Raises:
-      FileError: the directory has no safetensors file, or lacks one that the index names.
-      UserError: a file is not in the safetensors format, or lacks a tensor that the index places in it.
-    """
-    files = _weight_files(folder)
-    # All files stay open until the tensors are read, and are closed together.
-    with contextlib.ExitStack() as stack:
-        tensors: dict[str, Callable[[], np.ndarray]] = {}
-        for file, placed in files.items():
-            path = folder / file
-            if not path.is_file():
-                raise FileError(f"{path}: no such file, but {_INDEX} names it. Complete the download.")
-            try:
-                reader: Any = stack.enter_context(safe_open(path, framework="numpy"))
-            except SafetensorError as error:
-                raise UserError(
-                    f"{path} is no complete safetensors file: {error}. Download or export it again."
-                ) from None
-            names = set(reader.keys())
-            # The index places tensors in files: one that lacks a tensor is not the file of this model.
-            if absent := sorted(placed - names):
-                raise UserError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
-            tensors |= {name: functools.partial(reader.get_tensor, name) for name in names}
-        yield tensors
 
 
 def write_directory(
@@ -115,7 +63,7 @@ def write_directory(
             for name in TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
                     shutil.copyfile(tokenizer_folder / name, part / name)
-        _write_json(part / _CONFIG, config)
+        _write_json(part / CONFIG, config)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -133,7 +81,7 @@ def _write_weights(
     shards = _plan_shards(model, dtype=dtype, max_shard_bytes=max_shard_bytes)
     count = len(shards)
     # Numbered from 1, as transformers names them.
-    files = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     tensors = to_hf(params, model, dtype=dtype)
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -150,7 +98,7 @@ def _write_weights(
         total_bytes += sum(array.nbytes for array in held.values())
     # One file needs no index.
     if count > 1:
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> list[list[str]]:
@@ -166,43 +114,6 @@ def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> lis
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _weight_files(folder: Path) -> dict[str, set[str]]:
-    """Maps each weight file to the tensors that the index places in it (none without an index)."""
-    index = _read_json(folder, _INDEX)
-    if index is None:
-        if not (folder / _SINGLE).is_file():
-            raise FileError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}. Only safetensors are read: save the model "
-                "with safe_serialization=True first."
-            )
-        return {_SINGLE: set()}
-    files: dict[str, set[str]] = {}
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{folder / _INDEX} has no weight_map. Download it again.")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            # A path in the index could point outside the directory.
-            raise UserError(
-                f"{folder / _INDEX} places {name} in {file!r}, which names no file there. Download it again."
-            )
-        files.setdefault(file, set()).add(name)
-    return files
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    path = folder / name
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")
-    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -62,8 +62,19 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
 
 def _read(family: Family, config: Mapping[str, Any]) -> Transformer:
     fields = Fields(config)
+    model = read_fields(family, fields)
+    fields.check_all_read()
+    return model
+
+
+def read_fields(family: Family, fields: Fields) -> Transformer:
+    """The model of a config.json, of which some fields may stay unread.
+
+    Raises:
+      UserError: as `model_from_config`.
+    """
     try:
-        model = family.read(fields)
+        return family.read(fields)
     except UserError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -71,8 +82,6 @@ def _read(family: Family, config: Mapping[str, Any]) -> Transformer:
             f"config.json: a field has a value of another type or size than transformers writes ({error}). "
             "Download or export it again."
         ) from error
-    fields.check_all_read()
-    return model
 
 
 def config_from_model(

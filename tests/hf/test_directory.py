@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jtrain.errors import FileError
-from jtrain.hf.directory import open_tensors, read_config, write_directory
+from jtrain.hf.directory import write_directory
 from jtrain.hf.mapping import from_hf, to_hf
 from jtrain.hf.model_config import config_from_model
+from jtrain.hf.model_files import open_tensors, read_config
 
 INDEX = "model.safetensors.index.json"
 
