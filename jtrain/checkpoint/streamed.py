@@ -134,7 +134,7 @@ class StreamedCheckpoint:
         }
         hashes = {name: digest for name, (_, digest) in self._written.items()}
         disk = HashedIO()
-        small = list(array_writer.descriptions(array_writer.describe(state)))
+        small = list(array_writer.descriptions(array_writer.describe(state), has_zeros=True))
         for name, content in small:
             path = self._path / name
             path.parent.mkdir(parents=True, exist_ok=True)

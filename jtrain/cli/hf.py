@@ -29,6 +29,11 @@ def add_export_options(parser: Parser) -> None:
         choices=("float32", "bfloat16"),
         help="dtype of the weights (default: the run's precision.param_dtype)",
     )
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help="names of tensors: a model_type, or path/to/file.py:function of your own (default: the model's)",
+    )
 
 
 def add_import_options(parser: Parser) -> None:
@@ -65,7 +70,7 @@ def export(args: Args) -> int:
     _start_jax()
     from jtrain.hf import workdirs
 
-    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
+    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype, family_name=args.family)
     return 0
 
 

@@ -4,14 +4,17 @@ import json
 import math
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from jtrain.errors import UserError
 from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
 from jtrain.hf.model_files import CONFIG, INDEX, SINGLE
+from jtrain.model.families.family import Family
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.runtime.atomic_io import replacing
@@ -19,6 +22,9 @@ from jtrain.runtime.atomic_io import replacing
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file, as in transformers; larger exports are split. Writing a file holds it in
 memory."""
+
+GENERATION = "generation_config.json"
+"""File of the tokens that begin and end a generated text, and of how it is sampled."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,6 +35,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    GENERATION,
 )
 
 
@@ -39,6 +46,7 @@ def write_directory(
     config: dict[str, Any],
     *,
     dtype: str,
+    family: Family | None = None,
     tokenizer_folder: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
@@ -49,6 +57,7 @@ def write_directory(
 
     Args:
       config: contents of config.json, from `config_from_model`.
+      family: whose names the tensors get; None for the one that describes the model.
       tokenizer_folder: folder whose tokenizer files are copied.
 
     Raises:
@@ -58,7 +67,12 @@ def write_directory(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()
-        _write_weights(part, params, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        tensors = to_hf(params, model, dtype=dtype, family=family)
+        shards = _plan_shards(model, family, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        _write_weights(part, tensors, shards)
+        # That of the folder, if it has one, tells more.
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+        _write_json(part / GENERATION, ids)
         if tokenizer_folder is not None:
             for name in TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
@@ -75,14 +89,10 @@ def check_empty(folder: Path) -> None:
         )
 
 
-def _write_weights(
-    folder: Path, params: Params, model: Transformer, *, dtype: str, max_shard_bytes: int
-) -> None:
-    shards = _plan_shards(model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shards: list[list[str]]) -> None:
     count = len(shards)
     # Numbered from 1, as transformers names them.
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    tensors = to_hf(params, model, dtype=dtype)
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for file, names in zip(files, shards, strict=True):
@@ -101,11 +111,13 @@ def _write_weights(
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
-def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> list[list[str]]:
+def _plan_shards(
+    model: Transformer, family: Family | None, *, dtype: str, max_shard_bytes: int
+) -> list[list[str]]:
     """Splits tensor names over files, in order. A tensor larger than the limit gets a file of its own."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
-    for name, parts in tensors_of(model).items():
+    for name, parts in tensors_of(model, family).items():
         size = math.prod(parts[0].shape) * DTYPES[dtype].itemsize
         # A file that is still empty takes any tensor, however large.
         if size > room and shards[-1]:

@@ -1,5 +1,6 @@
 """Conversion of workdirs to Hugging Face model directories and back."""
 
+import functools
 import hashlib
 import shlex
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain import optim
-from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.streamed import StreamedCheckpoint
 from jtrain.config import tree
@@ -19,26 +20,35 @@ from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint, read_params
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import make_tokenizer, open_dataset
-from jtrain.errors import UserError
+from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.directory import check_empty, write_directory
 from jtrain.hf.import_stream import Leaf, dtype_note, leaves_of, write_leaves
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.hf.model_files import open_tensors, read_config
 from jtrain.hf.selection import select, text_tensors
+from jtrain.layout.dims import ParamInfo
+from jtrain.model.families import FAMILIES
+from jtrain.model.families.family import Family
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import map_params
 from jtrain.runtime.atomic_io import cannot_write, write_whole
 from jtrain.runtime.stores import in_store, workdir_path
+from jtrain.runtime.user_code import load_function
+from jtrain.step.guard import first_guard
 from jtrain.step.state import TrainState
 
 
-def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> None:
+def export(
+    workdir: str, out: Path, *, step: int | None, dtype: str | None, family_name: str | None = None
+) -> None:
     """Writes a checkpoint of a run as a model directory, and prints what it wrote.
 
     Args:
       step: None for the newest.
       dtype: of the weights; None for the run's `precision.param_dtype`.
+      family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
+        family that describes the model.
 
     Raises:
       FileError: there is no checkpoint, or `out` is not empty.
@@ -46,30 +56,69 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
     """
     # First: nothing is computed for a directory that cannot be written to.
     check_empty(out)
+    family = None if family_name is None else _family(family_name)
     with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
-        step, run = open_checkpoint(checkpoints, step)
-        dtype = dtype or run.precision.param_dtype
-        tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
-        their_config = config_from_model(
-            run.model,
-            dtype=dtype,
-            # The run's own length: a longer one would promise what the model has not learnt.
-            max_seq_len=run.data.seq_len,
-            begin_id=tokenizer.begin_id,
-            end_id=tokenizer.end_id,
-        )
-        # Read in the output dtype: rounding later would hold the weights in two dtypes at once.
-        params = read_params(checkpoints, step, run, lambda _: dtype)
+        while True:
+            newest = checkpoints.latest_step() if step is None else step
+            try:
+                newest, run = open_checkpoint(checkpoints, newest)
+                dtype = dtype or run.precision.param_dtype
+                their_config = _config(run, family, dtype)
+                # In the output dtype: rounding later would hold the weights in two dtypes at once.
+                params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype))
+                break
+            except CheckpointError:
+                # A run that goes on deletes its older checkpoints: then there is a newer one.
+                if step is not None or checkpoints.latest_step() == newest:
+                    raise
     files = write_directory(
         out,
         jax.tree.map(np.asarray, params),  # no copy on a CPU
         run.model,
         their_config,
         dtype=dtype,
+        family=family,
         tokenizer_folder=_tokenizer_folder(run.data.tokenizer),
     )
-    print(f"step {step} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
+    print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
+
+
+def _constant(dtype: str, info: ParamInfo) -> str:
+    del info
+    return dtype
+
+
+def _config(run: Run, family: Family | None, dtype: str) -> dict[str, Any]:
+    """Contents of config.json for the model of a run."""
+    tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
+    return config_from_model(
+        run.model,
+        dtype=dtype,
+        # The run's own length: a longer one would promise what the model has not learnt.
+        max_seq_len=run.data.seq_len,
+        begin_id=tokenizer.begin_id,
+        end_id=tokenizer.end_id,
+        family=family,
+    )
+
+
+def _family(name: str) -> Family:
+    """Family of a `model_type`, or one of the user's own.
+
+    Raises:
+      UserError: there is none, or the function returns something else.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if ":" not in name:
+        raise UserError(
+            f"--family {name}: {did_you_mean(name, FAMILIES)}Give a model_type, or path/to/file.py:function."
+        )
+    make, _ = load_function("--family", name)
+    if not isinstance(family := make(), Family):
+        raise UserError(f"--family {name} returns a {type(family).__name__}, and must return a Family.")
+    return family
 
 
 def import_directory(
@@ -143,8 +192,8 @@ def import_directory(
             print(f"share {share[0]} of {share[1]} is written; {left} files are left for others")
             return
         scaling = _first_scaling(run, leaves, checkpoint)
-        state = _first_state(run, scaling)
-        arrays = {".".join(keys): np.asarray(leaf) for keys, leaf in by_keys({"scaling": scaling})}
+        state, small = _first_state(run, scaling), {"scaling": scaling, "guard": first_guard()}
+        arrays = {".".join(keys): np.asarray(leaf) for keys, leaf in by_keys(small)}
         checkpoint.commit(state, arrays, data_state=dataset.first_state(), config_text=config_text)
         (partial / _SOURCE).unlink()
         (partial / "config.txt").write_text(config_text)
@@ -199,7 +248,7 @@ def _first_state(run: Run, scaling: dict[str, Any]) -> TrainState:
     dtype = jnp.dtype(run.precision.param_dtype)
     params = map_params(lambda info: jax.ShapeDtypeStruct(info.shape, dtype), run.model.param_infos())
     moments = jax.eval_shape(optimizer.init, params)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, scaling)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, scaling, first_guard())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
 
 

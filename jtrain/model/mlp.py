@@ -34,6 +34,10 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
 
+    def module(self, sizes: ModelSizes, *, layers: int) -> "MLP":
+        """The layer; a subclass may have one of its own."""
+        return MLP(self, sizes, layers=layers)
+
 
 class MLP(nnx.Module):
     """The layer of an `MLPSpec`. F is split over `tensor`."""

@@ -211,7 +211,7 @@ def test_defaults_are_those_of_transformers() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}}, "has {'finetuned': True}"),
         (
             {"attention_sinks": True},
-            "attention_sinks=True: model_type='llama' is not known to have such a field",
+            r"attention_sinks=True \(attention sinks\): model_type='llama' is not known to have such a field",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
