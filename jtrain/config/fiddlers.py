@@ -69,7 +69,8 @@ def debug(run: fdl.Config[Run]) -> None:
     run.model.num_heads = 4
     run.model.num_kv_heads = 2
     run.model.head_dim = 16
-    for experts in (moe, *(block.feed_forward for block in _blocks(run))):
+    mixtures: list[Any] = [moe, *(block.feed_forward for block in _blocks(run))]
+    for experts in mixtures:
         if hasattr(experts, "num_experts"):
             experts.num_experts = 8
             experts.top_k = 2

@@ -82,7 +82,7 @@ def test_a_source_that_has_changed_makes_another_run(
         ("model.pattern.0.mixer=my_parts.py:Decay", "Decay is no MixerSpec. Make it a subclass"),
         (
             "model.pattern.0.mixer=my_parts.py:DecaySpek",
-            "has no function 'DecaySpek'. Did you mean DecaySpec?",
+            "has no function 'DecaySpek'. Did you mean DecaySpec",
         ),
         ("model.pattern.0.mixer=nowhere.py:DecaySpec", "there is no file"),
         ("model=my_parts.py:calm", "is a function, and must be a class"),
