@@ -121,11 +121,12 @@ def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtyp
     return memory.read(SHAPE).result().value
 
 
-def orbax_lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
+def orbax_lists(shardings: Mapping[tuple[str, ...], str], *, has_zeros: bool = False) -> dict[str, bytes]:
     """Returns Orbax's files beside the leaves: the list of them, and the shardings that a restore takes by
     default.
 
     shardings: keys of each leaf, all of dicts -> its sharding as Orbax notes it.
+    has_zeros: True if chunks without a file stand for zeros; otherwise Orbax takes them for lost.
     """
     tree = {
         str(keys): {
@@ -138,7 +139,7 @@ def orbax_lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
         "tree_metadata": tree,
         "use_ocdbt": False,
         "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
+        "store_array_data_equal_to_fill_value": not has_zeros,
         "custom_metadata": None,
     }
     # Orbax names a leaf by the base64 of its dotted path in `_sharding`, and by `str(keys)` in `_METADATA`.

@@ -111,7 +111,7 @@ def write_arrays(
     stored = in_store(path)
     made: set[str] = set()
     # Files of a few hundred bytes come last: the state's memory has to be free first.
-    small = collections.deque(_descriptions(leaves))
+    small = collections.deque(descriptions(leaves))
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
@@ -166,12 +166,13 @@ def write_arrays(
     return hashes
 
 
-def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview]]:
-    """Yields path and contents of the files beside the chunks."""
+def descriptions(leaves: list[DescribedLeaf], *, has_zeros: bool = False) -> Iterator[tuple[str, memoryview]]:
+    """Yields path and contents of the files beside the chunks; `has_zeros` as in `array_files.orbax_lists`."""
     for leaf in leaves:
         yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)
     if leaves:
-        for name, text in array_files.orbax_lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
+        shardings = {leaf.keys: leaf.sharding for leaf in leaves}
+        for name, text in array_files.orbax_lists(shardings, has_zeros=has_zeros).items():
             yield f"{files.STATE}/{name}", memoryview(text)
 
 

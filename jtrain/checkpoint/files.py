@@ -55,7 +55,7 @@ class OtherVersionError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class ManifestLeaf:
-    """One array of a saved state: shape, dtype by name, bytes of one full copy.
+    """One array of a saved state: shape, dtype by name, bytes of one full copy; 0 for zeros without files.
 
     In a `Part`, the shape is that of one shard, and the bytes are those of all shards that it has.
     """

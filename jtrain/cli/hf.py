@@ -2,15 +2,18 @@
 
 python -m jtrain.hf export --workdir runs/tiny --out out/tiny --dtype bfloat16
 python -m jtrain.hf import --from models/Llama-3.1-8B --workdir runs/llama8b --config=llama8b
+python -m jtrain.hf inspect models/Llama-3.1-8B --device h100 --count 8
 python -m jtrain.hf prove models/Llama-3.1-8B --torch-python T/bin/python
 """
 
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
+from jtrain.cli import hf_inspect
 from jtrain.cli.options import add_config, add_json, add_step, add_workdir
-from jtrain.cli.run import Args, Command, Parser, Verb, write_json
+from jtrain.cli.run import Args, Command, Parser, Verb, WrongValue, write_json
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
@@ -26,20 +29,40 @@ def add_export_options(parser: Parser) -> None:
         choices=("float32", "bfloat16"),
         help="dtype of the weights (default: the run's precision.param_dtype)",
     )
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help="names of tensors: a model_type, or path/to/file.py:function of your own (default: the model's)",
+    )
 
 
 def add_import_options(parser: Parser) -> None:
     """Declares the options of `import`."""
     parser.add_argument(
         "--from",
-        dest="folder",
-        type=Path,
+        dest="source",
         required=True,
         metavar="DIR",
-        help="with config.json and safetensors",
+        help="with config.json and safetensors: a folder, hf://OWNER/NAME, or the URL of a store",
     )
     add_workdir(parser, "a new or empty directory")
     add_config(parser)
+    hf_inspect.add_family(parser)
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="I/N",
+        help="write part I, from 0, of N: one process for each, on one disk; the last one completes the workdir",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Number of a process and of all, of `I/N`."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise WrongValue(f"{text} must be I/N with I from 0 to N - 1, such as 0/4")
+    return int(number), int(count)
 
 
 def export(args: Args) -> int:
@@ -47,7 +70,7 @@ def export(args: Args) -> int:
     _start_jax()
     from jtrain.hf import workdirs
 
-    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
+    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype, family_name=args.family)
     return 0
 
 
@@ -56,9 +79,9 @@ def import_(args: Args) -> int:
     _start_jax()
     from jtrain.hf import workdirs
 
-    workdirs.import_directory(
-        args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets
-    )
+    options: Any = {"config": args.config, "fiddlers": args.fiddlers, "sets": args.sets}
+    choice: Any = {"family_name": args.family, "part": args.part, "share": args.share}
+    workdirs.import_directory(args.source, args.workdir, **options, **choice)
     return 0
 
 
@@ -84,6 +107,7 @@ def add_prove_options(parser: Parser) -> None:
         metavar="FIELD=JSON",
         help="set one field of config.json, like attention_bias=true",
     )
+    hf_inspect.add_family(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     add_json(parser)
 
@@ -98,7 +122,8 @@ def prove(args: Args) -> int:
 
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
-    proof = proofs.prove(args.source, args.torch_python, sets=args.sets, seed=args.seed)
+    sets = [*args.sets, *([] if args.family is None else [f'model_type="{args.family}"'])]
+    proof = proofs.prove(args.source, args.torch_python, sets=sets, seed=args.seed)
     facts = proof.facts
     table = Table(
         f"{facts['class']} of transformers {facts['transformers']}, torch {facts['torch']}: "
@@ -127,7 +152,7 @@ def _start_jax() -> None:
 
 VERB = Verb(
     "hf",
-    summary="convert checkpoints to Hugging Face Llama, Qwen3 and Qwen3-MoE directories, and back",
+    summary="convert checkpoints to Hugging Face directories and back, and inspect and prove what is in them",
     commands={
         "export": Command(
             "write a checkpoint as a directory that transformers loads",
@@ -145,6 +170,7 @@ VERB = Verb(
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
         ),
+        "inspect": hf_inspect.COMMAND,
         "prove": Command(
             "compare a model with transformers and with itself on every layout",
             prove,

@@ -2,6 +2,8 @@
 names.
 """
 
+from typing import Any
+
 import fiddle as fdl
 
 from jtrain.config.run import Run
@@ -18,10 +20,18 @@ def small(run: fdl.Config[Run]) -> None:
     """
     is_large = run.model.d_model >= LARGE
     run.num_steps = 5
-    run.model.num_layers = 2 * run.mesh.stage
+    # Each kind of layer once at least.
+    period, first = len(run.model.pattern), len(run.model.first)
+    run.model.num_layers = max(2, period) * run.mesh.stage + first
     run.model.d_model = 64
     run.model.head_dim = 4
-    run.model.d_ff = 128 if getattr(run.model, "moe", None) is None else 32
+    has_experts = getattr(run.model, "moe", None) is not None
+    run.model.d_ff = 32 if has_experts else 128
+    for block in _blocks(run):
+        if getattr(block.feed_forward, "d_ff", None) is not None:
+            block.feed_forward.d_ff = 32
+        if getattr(block.mixer, "window", None) is not None:
+            block.mixer.window = 16
     if run.layout.microbatch_tokens is not None:
         # As many sequences at a time as before.
         run.layout.microbatch_tokens = max(1, 64 * run.layout.microbatch_tokens // run.data.seq_len)
@@ -46,7 +56,7 @@ def debug(run: fdl.Config[Run]) -> None:
     # Read before the fields below change: `is_large` must not judge the shrunk model.
     is_large, moe, head_dim = run.model.d_model >= LARGE, getattr(run.model, "moe", None), run.model.head_dim
     small(run)
-    run.model.num_layers = 2
+    run.model.num_layers = max(2, len(run.model.pattern)) + len(run.model.first)
     run.model.head_dim = head_dim
     run.data.global_batch = 8
     if not is_large:
@@ -59,9 +69,16 @@ def debug(run: fdl.Config[Run]) -> None:
     run.model.num_heads = 4
     run.model.num_kv_heads = 2
     run.model.head_dim = 16
-    if moe is not None:
-        moe.num_experts = 8
-        moe.top_k = 2
+    mixtures: list[Any] = [moe, *(block.feed_forward for block in _blocks(run))]
+    for experts in mixtures:
+        if hasattr(experts, "num_experts"):
+            experts.num_experts = 8
+            experts.top_k = 2
+
+
+def _blocks(run: fdl.Config[Run]) -> list[Any]:
+    """Configs of the blocks of a model that has a pattern, each once."""
+    return [*run.model.first, *run.model.pattern]
 
 
 def profile(run: fdl.Config[Run]) -> None:

@@ -19,6 +19,7 @@ _OPTIMIZER = ("peak_lr", "warmup_steps", "schedule", "b1", "b2", "eps", "weight_
 _OPTIMIZER_MUON = ("momentum", "update_rms", "newton_schulz_steps")
 
 CHANGEABLE = (
+    "code",
     "precision",
     "kernels",
     "data",
@@ -28,7 +29,8 @@ CHANGEABLE = (
 """Names for `--allow-change`: paths of fields that may then differ, with all fields below them. Losses differ
 from that step on, so the change is printed, and kept as a remark in config.txt and in every later checkpoint.
 With `data`, the weights go on, and the data begins anew if its state does not fit any more, from the first
-chunk of its order. Fields of the optimizer that decide which arrays its state has are not among them."""
+chunk of its order. `code` is the source of classes that are not jtrain's. Fields of the optimizer that decide
+which arrays its state has are not among them."""
 
 MAY_CHANGE_ON_RESUME = {
     "deterministic": "changes the order of sums, not what is summed",

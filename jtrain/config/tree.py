@@ -6,17 +6,24 @@ Component]` the component's key is part of the path, as in `data.sources.web.wei
 """
 
 import ast
-import collections.abc
 import dataclasses
 import difflib
 import inspect
-import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import fiddle as fdl
 
+from jtrain.config.components import (
+    CODE,
+    check_code,
+    code_lines,
+    find_class,
+    is_user_name,
+    name_of,
+)
+from jtrain.config.field_types import NO_VALUE, convert, convert_field, resolve_alias, type_name
 from jtrain.errors import UserError
 from jtrain.runtime.secrets import redact_assignment, redact_value, without_secrets
 
@@ -27,10 +34,12 @@ def flat(config: fdl.Config[Any]) -> str:
 
     Secrets are shown as `***` (jtrain/runtime/secrets.py), because runs print, keep and compare this text.
     """
-    return "".join(
-        f"{leaf.path}: {_type_name(leaf.annotation)} = {redact_value(leaf.path, leaf.text)}\n"
+    lines = [
+        f"{leaf.path}: {type_name(leaf.annotation)} = {redact_value(leaf.path, leaf.text)}\n"
         for leaf in leaves(config)
-    )
+    ]
+    sources = code_lines(leaf.text for leaf in leaves(config) if leaf.is_class)
+    return "".join([*lines, *(f"{path}: str = {digest!r}\n" for path, digest in sources.items())])
 
 
 def parse(text: str) -> dict[str, str]:
@@ -52,9 +61,11 @@ def read(component: type, text: str) -> fdl.Config[Any]:
       UserError: a line names an unknown field, or a component that its field does not accept.
     """
     values = parse(text)
+    check_code(values)
     config = _read(component, values, "")
     # Fields that this version does not have: they would be dropped in silence.
-    if unknown := values.keys() - {leaf.path for leaf in leaves(config)}:
+    fields = {path for path in values if not path.startswith(CODE)}
+    if unknown := fields - {leaf.path for leaf in leaves(config)}:
         raise UserError(
             f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the "
             "config."
@@ -101,7 +112,7 @@ def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
                 check_types(item, f"{prefix}{name}.{key}.")
         # Defaults are the class's own, which its author has checked; only what was set is checked here.
         elif name in config.__arguments__:
-            setattr(config, name, _convert_field(prefix + name, value, annotation))
+            setattr(config, name, convert_field(prefix + name, value, annotation))
 
 
 def set_path(config: fdl.Config[Any], text: str) -> None:
@@ -151,6 +162,10 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
         literal = ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         literal = raw
+    chosen = find_class(path, literal, annotation) if is_user_name(str(literal)) else None
+    if chosen is not None:
+        setattr(owner, last, _replaced(value, chosen))
+        return
     if isinstance(value, fdl.Config) and literal is not None:
         raise UserError(
             f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one "
@@ -161,9 +176,19 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
         setattr(owner, last, _components(path, literal, kind))
         return
     # In a string field, `--set name=1` means the text "1".
-    if _convert(literal, annotation) is _NO and _convert(raw, annotation) is not _NO:
+    if convert(literal, annotation) is NO_VALUE and convert(raw, annotation) is not NO_VALUE:
         literal = raw
-    setattr(owner, last, _convert_field(path, literal, annotation))
+    setattr(owner, last, convert_field(path, literal, annotation))
+
+
+def _replaced(value: Any, kind: type) -> fdl.Config[Any]:
+    """A component of another class, with the fields that both have."""
+    config = fdl.Config(kind)
+    if isinstance(value, fdl.Config):
+        for name, argument in value.__arguments__.items():
+            if name in _fields(config):
+                setattr(config, name, argument)
+    return config
 
 
 def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]:
@@ -196,6 +221,7 @@ class Leaf:
     path: str
     annotation: Any
     text: str
+    is_class: bool = False
 
 
 def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
@@ -205,7 +231,8 @@ def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
         if isinstance(value, fdl.Config):
             # The line names the chosen component only where the annotation leaves a choice.
             if annotation is not fdl.get_callable(value):
-                yield Leaf(path, annotation, fdl.get_callable(value).__name__)
+                kind: Any = fdl.get_callable(value)
+                yield Leaf(path, annotation, name_of(kind, annotation), is_class=True)
             yield from leaves(value, path + ".")
         elif (named := _named_components(annotation, value)) is not None and named:
             for key, item in named.items():
@@ -231,7 +258,7 @@ def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
     fields: dict[str, tuple[Any, Any]] = {}
     for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:  # without self
         default = factories[name]() if name in factories else parameter.default
-        fields[name] = (_resolve(hints.get(name, Any)), config.__arguments__.get(name, default))
+        fields[name] = (resolve_alias(hints.get(name, Any)), config.__arguments__.get(name, default))
     return fields
 
 
@@ -250,8 +277,6 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
     config = fdl.Config(component)
     for name, (annotation, _) in _fields(config).items():
         path = prefix + name
-        # Classes that the annotation allows: the members of a union, or the one class that it is.
-        components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
         if (component_kind := _named_component(annotation)) is not None and path not in values:
             # Keys of the components, in the order of the text.
             keys = dict.fromkeys(
@@ -269,8 +294,8 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
             if any(other_path.startswith(f"{path}.") for other_path in values):
                 setattr(config, name, _read(annotation, values, f"{path}."))
         # The name of a class that the annotation allows; anything else is a value.
-        elif chosen := [kind for kind in components if kind.__name__ == values[path]]:
-            setattr(config, name, _read(chosen[0], values, f"{path}."))
+        elif (chosen := find_class(path, values[path], annotation)) is not None:
+            setattr(config, name, _read(chosen, values, f"{path}."))
         elif values[path] != NOT_SET:
             try:
                 value = ast.literal_eval(values[path])
@@ -278,7 +303,7 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
                 raise UserError(
                     f"{path} = {values[path]}: neither a value nor one of its components."
                 ) from error
-            setattr(config, name, _convert_field(path, value, annotation))
+            setattr(config, name, convert_field(path, value, annotation))
     return config
 
 
@@ -299,7 +324,7 @@ def _component_kinds(annotation: Any) -> tuple[type, ...]:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is not tuple or len(arguments) != 2 or arguments[1] is not Ellipsis:
         return ()
-    kinds = typing.get_args(_resolve(arguments[0])) or (arguments[0],)
+    kinds = typing.get_args(resolve_alias(arguments[0])) or (arguments[0],)
     return kinds if all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in kinds) else ()
 
 
@@ -327,82 +352,3 @@ def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, de
         f"{owner_name} has no field {parts[depth]}. {hint}Fields of {owner_name}: "
         f"{', '.join(_fields(owner))}."
     )
-
-
-def _convert_field(path: str, value: Any, annotation: Any) -> Any:
-    converted = _convert(value, annotation)
-    if converted is not _NO:
-        return converted
-    choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
-    if not choices:
-        raise UserError(
-            f"{path}={redact_value(path, repr(value))} is a {type(value).__name__}, but must be "
-            f"{_type_name(annotation)}."
-        )
-    similar_choices = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {similar_choices[0]}?" if similar_choices else ""
-    raise UserError(f"{path}={value!r} must be one of {', '.join(map(repr, choices))}.{hint}")
-
-
-_NO = object()
-"""Result of `_convert` for a value of the wrong type; None would be a valid value."""
-
-
-def _convert(value: Any, annotation: Any) -> Any:
-    """Converts int to float and list to tuple as `annotation` needs; returns `_NO` for a value of another
-    type.
-    """
-    annotation = _resolve(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return value
-    if origin is Literal:
-        # Same type, because 1 == True and a Literal may hold both.
-        return value if any(value == choice and type(value) is type(choice) for choice in arguments) else _NO
-    if origin in (types.UnionType, typing.Union):
-        # The exact type first: an int in `float | int` must stay an int.
-        exact = [choice for choice in arguments if type(value) is choice]
-        return next(
-            (converted for choice in exact or arguments if (converted := _convert(value, choice)) is not _NO),
-            _NO,
-        )
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            return _NO
-        # `tuple[int, ...]` takes any number; other tuples take exactly their arguments.
-        is_homogeneous = len(arguments) == 2 and arguments[1] is Ellipsis
-        kinds = [arguments[0]] * len(value) if is_homogeneous else list(arguments)
-        items = [_convert(item, kind) for item, kind in zip(value, kinds, strict=False)]
-        return _NO if len(kinds) != len(value) or any(item is _NO for item in items) else tuple(items)
-    if annotation is float and type(value) is int:
-        return float(value)
-    kind = origin or annotation
-    # bool is a subclass of int, and `num_steps=True` is a mistake.
-    if kind is int and isinstance(value, bool):
-        return _NO
-    return value if not isinstance(kind, type) or isinstance(value, kind) else _NO
-
-
-def _resolve(annotation: Any) -> Any:
-    """Returns the type behind a `type Name = ...` alias."""
-    while isinstance(annotation, typing.TypeAliasType):
-        annotation = annotation.__value__
-    return annotation
-
-
-def _type_name(annotation: Any) -> str:
-    """Returns a type as written in source, without module names: `int`, `float | None`, `Literal['none',
-    'full']`.
-    """
-    annotation = _resolve(annotation)
-    if annotation is types.NoneType:
-        return "None"
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return " | ".join(_type_name(choice) for choice in typing.get_args(annotation))
-    origin = typing.get_origin(annotation)
-    if origin in (dict, tuple, collections.abc.Mapping) and isinstance(origin, type):
-        parts = ("..." if part is Ellipsis else _type_name(part) for part in typing.get_args(annotation))
-        return f"{origin.__name__}[{', '.join(parts)}]"
-    return inspect.formatannotation(annotation)

@@ -234,31 +234,12 @@ def from_hf(
     Raises:
       UserError: tensors are missing, unknown, or differ from the model in shape or dtype; names the tensors.
     """
-    family = family or family_of(model)
-    parts_by_name = tensors_of(model, family)
-    tensor_names = {name for name in tensors if not name.endswith(_DERIVED)}
-    # With tied embeddings the head is the embedding, and jtrain keeps one array.
-    if model.tie_embeddings and (head := family.names["unembed_DV"].name) in tensor_names:
-        _check_tied(tensors, family.names["embed_VD"].name, head)
-        tensor_names.remove(head)
-    # Before the weights are read: names tell at once that weights and config.json are of two models.
-    _check_names(sorted(parts_by_name.keys() - tensor_names), sorted(tensor_names - parts_by_name.keys()))
+    parts_by_name = checked_parts(tensors, model, family or family_of(model))
     stacks: dict[str, np.ndarray] = {}
     for name, parts in parts_by_name.items():
         theirs = tensors[name]()
         for part in parts:
-            if theirs.shape != part.shape:
-                raise UserError(
-                    f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it "
-                    f"{list(part.shape)} (our {part.info.path}, {part.info.dims} = {list(part.info.shape)}). "
-                    "Weights and config.json are of different models."
-                )
-            if theirs.dtype not in READABLE:
-                readable = ", ".join(str(kind) for kind in READABLE)
-                raise UserError(
-                    f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the "
-                    "directory first."
-                )
+            check_tensor(name, part, theirs.shape, theirs.dtype)
             path = part.info.path
             if path not in stacks:
                 # Made at the first tensor, whose dtype it takes if none is asked for.
@@ -271,6 +252,46 @@ def from_hf(
             # `...` for a parameter that is not stacked: index is empty then.
             stacks[path][part.index or ...] = part.read(theirs)
     return map_params(lambda info: stacks[info.path], model.param_infos())
+
+
+def checked_parts(
+    tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, family: Family
+) -> dict[str, list[Part]]:
+    """What each tensor of a model holds, if these are its tensors.
+
+    Raises:
+      UserError: tensors are missing or unknown, or a tied head is another matrix than the embedding.
+    """
+    parts_by_name = tensors_of(model, family)
+    tensor_names = {name for name in tensors if not name.endswith(_DERIVED)}
+    # With tied embeddings the head is the embedding, and jtrain keeps one array.
+    head = family.names["unembed_DV"].name if model.tie_embeddings else None
+    is_tied_twice = head in tensor_names
+    tensor_names.discard(str(head))
+    # Before the weights are read: names tell at once that weights and config.json are of two models.
+    _check_names(sorted(parts_by_name.keys() - tensor_names), sorted(tensor_names - parts_by_name.keys()))
+    if head is not None and is_tied_twice:
+        _check_tied(tensors, family.names["embed_VD"].name, head)
+    return parts_by_name
+
+
+def check_tensor(name: str, part: Part, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Checks shape and dtype of a tensor.
+
+    Raises:
+      UserError: they are not those of the model, or cannot be read.
+    """
+    if shape != part.shape:
+        raise UserError(
+            f"tensor {name} has shape {list(shape)}, but config.json makes it {list(part.shape)} (our "
+            f"{part.info.path}, {part.info.dims} = {list(part.info.shape)}). Weights and config.json are of "
+            "different models."
+        )
+    if dtype not in READABLE:
+        readable = ", ".join(str(kind) for kind in READABLE)
+        raise UserError(
+            f"tensor {name} has dtype {dtype}; only {readable} can be imported. Convert the directory first."
+        )
 
 
 def _check_names(missing: list[str], extra: list[str]) -> None:
@@ -286,8 +307,15 @@ def _check_names(missing: list[str], extra: list[str]) -> None:
 def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]], table_name: str, head_name: str) -> None:
     """Checks that the head in a tied directory (Qwen3-0.6B has one) equals the embedding."""
     table, head = tensors[table_name](), tensors[head_name]()
-    # Bit for bit, since a tied head that differs means the tie was wrong.
-    if table.shape != head.shape or table.dtype != head.dtype or table.tobytes() != head.tobytes():
+    # Bit for bit, since a tied head that differs means the tie was wrong; a few rows at a time.
+    if (
+        table.shape != head.shape
+        or table.dtype != head.dtype
+        or any(
+            table[row : row + 1024].tobytes() != head[row : row + 1024].tobytes()
+            for row in range(0, len(table), 1024)
+        )
+    ):
         raise UserError(
             f"config.json ties the embeddings (tie_word_embeddings), but {head_name} is another matrix than "
             f"{table_name}. Set tie_word_embeddings to false in config.json to use both."

@@ -62,8 +62,19 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
 
 def _read(family: Family, config: Mapping[str, Any]) -> Transformer:
     fields = Fields(config)
+    model = read_fields(family, fields)
+    fields.check_all_read()
+    return model
+
+
+def read_fields(family: Family, fields: Fields) -> Transformer:
+    """The model of a config.json, of which some fields may stay unread.
+
+    Raises:
+      UserError: as `model_from_config`.
+    """
     try:
-        model = family.read(fields)
+        return family.read(fields)
     except UserError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
@@ -71,8 +82,6 @@ def _read(family: Family, config: Mapping[str, Any]) -> Transformer:
             f"config.json: a field has a value of another type or size than transformers writes ({error}). "
             "Download or export it again."
         ) from error
-    fields.check_all_read()
-    return model
 
 
 def config_from_model(
@@ -82,6 +91,7 @@ def config_from_model(
     max_seq_len: int,
     begin_id: int | None,
     end_id: int | None,
+    family: Family | None = None,
 ) -> dict[str, Any]:
     """Contents of config.json for a model, in the form of transformers 4, which transformers 5 also reads.
 
@@ -90,11 +100,12 @@ def config_from_model(
       max_seq_len: length of the longest sequence in training. With scaled rotary frequencies, config.json has
         the length that they are scaled to, if it is larger.
       begin_id, end_id: token ids that begin and end a document.
+      family: whose fields are written; None for the one that describes the model.
 
     Raises:
       UserError: no family describes the model, or transformers refuses its shape.
     """
-    family = family_of(model)
+    family = family or family_of(model)
     # The length that scaled frequencies were made for, if the run trained on shorter sequences.
     rotations = [block.mixer.rotation(model.sizes) for block in model.blocks if block.mixer is not None]
     scalings = [rotation[0].scaling for rotation in rotations if rotation is not None]
@@ -119,10 +130,17 @@ def family_of(model: Transformer) -> Family:
     Raises:
       UserError: none does; says why for each.
     """
+    if type(model) is not Transformer:
+        raise UserError(
+            f"{type(model).__name__} is a model of your own, and no family of transformers is known to compute the "
+            "same. Give --family: one of them if it does, or path/to/file.py:function for names of your own."
+        )
     reasons: list[tuple[int, str]] = []
     for family in FAMILIES.values():
         try:
             fields = family.write(model)
+        except StopIteration:  # it has no attention, which the family looks for
+            continue
         except UserError as error:
             # What transformers refuses although the family has it, before everything else.
             reasons += [(0, f"{family.model_type}: {error}")] if str(error).startswith("model.") else []
@@ -137,7 +155,7 @@ def family_of(model: Transformer) -> Family:
     nearest = [text for _, text in sorted(reasons, key=lambda reason: reason[0])][:4]
     raise UserError(
         "no family of transformers has this model, so no config.json describes it: "
-        f"{'; '.join(nearest)}. Keep the checkpoint, or change the model."
+        f"{'; '.join(nearest)}. Keep the checkpoint, change the model, or give --family with names of your own."
     )
 
 

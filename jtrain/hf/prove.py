@@ -20,9 +20,9 @@ from jtrain.config.course import GRADIENT, LOSS, BatchArrays, Course, Trainer
 from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError, first_few
-from jtrain.hf.directory import open_tensors, read_config
 from jtrain.hf.mapping import from_hf, to_hf
 from jtrain.hf.model_config import family_in, model_from_config
+from jtrain.hf.model_files import open_tensors, read_config
 from jtrain.hf.peer import PeerBatch, read_results, run_peer
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec

@@ -1,5 +1,7 @@
 """Conversion of workdirs to Hugging Face model directories and back."""
 
+import functools
+import hashlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,28 +12,43 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain import optim
-from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
+from jtrain.checkpoint.array_files import by_keys
+from jtrain.checkpoint.streamed import StreamedCheckpoint
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint, read_params
-from jtrain.config.run import build_run, check_vocabulary
+from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import make_tokenizer, open_dataset
-from jtrain.errors import UserError
-from jtrain.hf.directory import check_empty, open_tensors, read_config, write_directory
-from jtrain.hf.mapping import from_hf
+from jtrain.errors import UserError, did_you_mean
+from jtrain.hf.directory import check_empty, write_directory
+from jtrain.hf.import_stream import Leaf, dtype_note, leaves_of, write_leaves
+from jtrain.hf.mapping import checked_parts
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
+from jtrain.hf.model_files import open_tensors, read_config
+from jtrain.hf.selection import select, text_tensors
+from jtrain.layout.dims import ParamInfo
+from jtrain.model.families import FAMILIES
+from jtrain.model.families.family import Family
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import map_params
+from jtrain.runtime.atomic_io import cannot_write, write_whole
 from jtrain.runtime.stores import in_store, workdir_path
+from jtrain.runtime.user_code import load_function
+from jtrain.step.guard import first_guard
 from jtrain.step.state import TrainState
 
 
-def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> None:
+def export(
+    workdir: str, out: Path, *, step: int | None, dtype: str | None, family_name: str | None = None
+) -> None:
     """Writes a checkpoint of a run as a model directory, and prints what it wrote.
 
     Args:
       step: None for the newest.
       dtype: of the weights; None for the run's `precision.param_dtype`.
+      family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
+        family that describes the model.
 
     Raises:
       FileError: there is no checkpoint, or `out` is not empty.
@@ -39,41 +56,96 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
     """
     # First: nothing is computed for a directory that cannot be written to.
     check_empty(out)
+    family = None if family_name is None else _family(family_name)
     with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
-        step, run = open_checkpoint(checkpoints, step)
-        dtype = dtype or run.precision.param_dtype
-        tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
-        their_config = config_from_model(
-            run.model,
-            dtype=dtype,
-            # The run's own length: a longer one would promise what the model has not learnt.
-            max_seq_len=run.data.seq_len,
-            begin_id=tokenizer.begin_id,
-            end_id=tokenizer.end_id,
-        )
-        # Read in the output dtype: rounding later would hold the weights in two dtypes at once.
-        params = read_params(checkpoints, step, run, lambda _: dtype)
+        while True:
+            newest = checkpoints.latest_step() if step is None else step
+            try:
+                newest, run = open_checkpoint(checkpoints, newest)
+                dtype = dtype or run.precision.param_dtype
+                their_config = _config(run, family, dtype)
+                # In the output dtype: rounding later would hold the weights in two dtypes at once.
+                params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype))
+                break
+            except CheckpointError:
+                # A run that goes on deletes its older checkpoints: then there is a newer one.
+                if step is not None or checkpoints.latest_step() == newest:
+                    raise
     files = write_directory(
         out,
         jax.tree.map(np.asarray, params),  # no copy on a CPU
         run.model,
         their_config,
         dtype=dtype,
+        family=family,
         tokenizer_folder=_tokenizer_folder(run.data.tokenizer),
     )
-    print(f"step {step} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
+    print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
 
 
+def _constant(dtype: str, info: ParamInfo) -> str:
+    del info
+    return dtype
+
+
+def _config(run: Run, family: Family | None, dtype: str) -> dict[str, Any]:
+    """Contents of config.json for the model of a run."""
+    tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
+    return config_from_model(
+        run.model,
+        dtype=dtype,
+        # The run's own length: a longer one would promise what the model has not learnt.
+        max_seq_len=run.data.seq_len,
+        begin_id=tokenizer.begin_id,
+        end_id=tokenizer.end_id,
+        family=family,
+    )
+
+
+def _family(name: str) -> Family:
+    """Family of a `model_type`, or one of the user's own.
+
+    Raises:
+      UserError: there is none, or the function returns something else.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if ":" not in name:
+        raise UserError(
+            f"--family {name}: {did_you_mean(name, FAMILIES)}Give a model_type, or path/to/file.py:function."
+        )
+    make, _ = load_function("--family", name)
+    if not isinstance(family := make(), Family):
+        raise UserError(f"--family {name} returns a {type(family).__name__}, and must return a Family.")
+    return family
+
+
 def import_directory(
-    folder: Path, workdir: str, *, config: str, fiddlers: Sequence[str], sets: Sequence[str]
+    source: str,
+    workdir: str,
+    *,
+    config: str,
+    fiddlers: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    family_name: str | None = None,
+    part: str | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> None:
     """Writes a workdir whose step 0 has the weights of a model directory, and prints the command that trains
     on.
 
+    Until all is there, the workdir has `.importing` at the end of its name; the same command goes on after a
+    kill.
+
+    Args:
+      source: a folder, or the URL of one.
+      family_name, part: as in `select`.
+      share: number of this process, and of all that write the same workdir; the last one completes it.
+
     Raises:
       FileError: the directory cannot be read, or `workdir` is not empty.
-      UserError: it holds another model than the config.
+      UserError: it holds another model than the config, or values that are no numbers.
     """
     home = workdir_path(workdir)
     if in_store(home):
@@ -82,38 +154,102 @@ def import_directory(
         )
     # Before the model is read: a full folder needs no import.
     check_empty(home)
-    their_config = read_config(folder)
+    their_config = select(read_config(source), family_name=family_name, part=part)
     theirs, family = model_from_config(their_config), family_in(their_config)
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
     if lines := model_differences(theirs, run.model):
         difference_lines = "".join(f"\n  {line}" for line in lines)
         raise UserError(
-            f"{folder} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
+            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
         )
     # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
-    with open_tensors(folder) as tensors:
-        arrays = from_hf(tensors, run.model, dtype=run.precision.param_dtype, family=family)
-    params = _onto_device(arrays)
-    infos = map_params(lambda info: info, run.model.param_infos())
-    optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
-    delayed = run.precision.matmul_dtype == "fp8_delayed"
-    scaling = first_scaling(run.model.param_infos(), params) if delayed else {}
-    # As at the start of a run: step 0, and the optimizer's first state.
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), scaling)
     config_text = tree.flat(run_config)
-    home.mkdir(parents=True, exist_ok=True)
-    with Checkpoints(home, run.checkpoint) as checkpoints:
-        # One checkpoint at step 0, so that the run resumes from the imported weights like from its own.
-        checkpoints.save(0, state, dataset.first_state(), config_text)
-    # Written last: a config.txt without a checkpoint would let a run start from random weights.
-    (home / "config.txt").write_text(config_text)
-    print(f"{folder}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
+    with open_tensors(source) as tensors:
+        if part is not None:
+            tensors, others = text_tensors(tensors)
+            print(f"{source}: {others} tensors are of other parts than {part}, and left out")
+        if note := dtype_note(tensors, their_config):
+            print(f"{source}: {note}; all become {run.precision.param_dtype}")
+        identity = "\0".join([source, config_text, repr(sorted(map(repr, tensors.items())))])
+        dtypes = {"params": run.precision.param_dtype}
+        if run.optimizer.master_dtype != "none":
+            dtypes["opt_state.master"] = run.optimizer.master_dtype
+        leaves = leaves_of(tensors, checked_parts(tensors, run.model, family), dtypes)
+    partial = home.with_name(f"{home.name}.importing")
+    checkpoint = StreamedCheckpoint(partial, share=share)
+    with checkpoint.locked():
+        _check_source(partial, identity)
+    try:
+        left = write_leaves(leaves, checkpoint, share=share)
+    except OSError as error:
+        raise cannot_write(partial, error) from error
+    with checkpoint.locked():
+        # Another process may have been the last one, and have completed the workdir.
+        if left or not partial.exists():
+            print(f"share {share[0]} of {share[1]} is written; {left} files are left for others")
+            return
+        scaling = _first_scaling(run, leaves, checkpoint)
+        state, small = _first_state(run, scaling), {"scaling": scaling, "guard": first_guard()}
+        arrays = {".".join(keys): np.asarray(leaf) for keys, leaf in by_keys(small)}
+        checkpoint.commit(state, arrays, data_state=dataset.first_state(), config_text=config_text)
+        (partial / _SOURCE).unlink()
+        (partial / "config.txt").write_text(config_text)
+        partial.rename(home)
+    print(f"{source}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
     options = [f"--config={config}", *(option for name in fiddlers for option in ("--with", name))]
     options += [*(option for text in sets for option in ("--set", text)), "--workdir", workdir]
     print(f"  python -m jtrain.launch {shlex.join(options)}")
+
+
+_SOURCE = "source.txt"
+"""File of an import that is not complete: a hash of what it reads and of the config."""
+
+
+def _check_source(partial: Path, identity: str) -> None:
+    """Notes what an import reads, or compares it with what an earlier attempt noted.
+
+    Raises:
+      UserError: the attempt was of other weights, or of another config.
+    """
+    digest, file = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest(), partial / _SOURCE
+    if not file.exists():
+        write_whole(file, digest)
+    if file.read_text() != digest:
+        raise UserError(
+            f"{partial} is an import of other weights, or for another config, that was not completed. Delete "
+            "it, or give another --workdir."
+        )
+
+
+def _first_scaling(run: Run, leaves: list[Leaf], checkpoint: StreamedCheckpoint) -> dict[str, Any]:
+    """Scales of 8-bit matmuls, from the largest values that the import has seen."""
+    if run.precision.matmul_dtype != "fp8_delayed":
+        return {}
+    largest: dict[str, np.ndarray] = {}
+    for leaf in leaves:
+        if leaf.name.startswith("params."):
+            largest[leaf.info.path] = np.zeros((leaf.info.shape[0], 1), np.float32)
+            for chunk in leaf.chunks():
+                for layer, value in checkpoint.notes[chunk.name].items():
+                    row = largest[leaf.info.path][int(layer)]
+                    row[:] = np.maximum(row, np.float32(value))
+    infos = run.model.param_infos()
+    return first_scaling(infos, map_params(lambda info: jnp.asarray(largest[info.path]), infos))
+
+
+def _first_state(run: Run, scaling: dict[str, Any]) -> TrainState:
+    """Shapes of the state at the start of a run: step 0, and the optimizer's first state."""
+    infos = map_params(lambda info: info, run.model.param_infos())
+    optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    dtype = jnp.dtype(run.precision.param_dtype)
+    params = map_params(lambda info: jax.ShapeDtypeStruct(info.shape, dtype), run.model.param_infos())
+    moments = jax.eval_shape(optimizer.init, params)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, scaling, first_guard())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
 
 
 def _tokenizer_folder(tokenizer: str) -> Path | None:
@@ -122,17 +258,6 @@ def _tokenizer_folder(tokenizer: str) -> Path | None:
         return None
     path = Path(tokenizer).expanduser()
     return path if path.is_dir() else path.parent
-
-
-def _onto_device(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Converts a tree to jax arrays; empties `arrays` meanwhile, so that the weights are never in memory
-    twice.
-    """
-    out: dict[str, Any] = {}
-    for key in list(arrays):
-        value = arrays.pop(key)
-        out[key] = _onto_device(value) if isinstance(value, dict) else jnp.asarray(value)
-    return out
 
 
 def _size(infos: Any) -> str:

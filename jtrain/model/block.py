@@ -52,7 +52,7 @@ class Block(nnx.Module):
 
     def __init__(self, spec: BlockSpec, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> None:
         def branch_norm() -> Norm:
-            return Norm("D", sizes.d_model, spec=norm, eps=sizes.norm_eps, layers=layers)
+            return norm.module("D", sizes.d_model, eps=sizes.norm_eps, layers=layers)
 
         if spec.mixer is not None:
             if spec.norms != "after":
@@ -68,7 +68,7 @@ class Block(nnx.Module):
             if isinstance(spec.feed_forward, MoESpec):
                 self.mlp = MoE(spec.feed_forward, sizes, layers=layers)
             else:
-                self.mlp = MLP(spec.feed_forward, sizes, layers=layers)
+                self.mlp = spec.feed_forward.module(sizes, layers=layers)
         self.spec = spec
 
     def __call__(

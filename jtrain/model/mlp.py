@@ -37,6 +37,10 @@ class MLPSpec:
     gate_scale: float = 1.0
     out_scale: float = 1.0
 
+    def module(self, sizes: ModelSizes, *, layers: int) -> "MLP":
+        """The layer; a subclass may have one of its own."""
+        return MLP(self, sizes, layers=layers)
+
 
 class MLP(nnx.Module):
     """The layer of an `MLPSpec`. F is split over `tensor`."""

@@ -27,6 +27,10 @@ class NormSpec:
     scale: Literal["ones", "one_plus", "none"] = "ones"
     bias: bool = False
 
+    def module(self, dims: str, shape: int | tuple[int, ...], *, eps: float, layers: int = 0) -> "Norm":
+        """The norm of a residual stream; a subclass may have one of its own."""
+        return Norm(dims, shape, spec=self, eps=eps, layers=layers)
+
 
 class Norm(nnx.Module):
     """Norm over the last dimensions of x, in float32, back in x's dtype."""

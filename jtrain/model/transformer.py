@@ -24,7 +24,7 @@ from jtrain.model.forward_placement import Placement, checkpoint_layer, row_majo
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mixer import Rotation
 from jtrain.model.mlp import MLPSpec
-from jtrain.model.norm import Norm, NormSpec
+from jtrain.model.norm import NormSpec
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import Positions, RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
             self.layers = Blocks(period, sizes, self.norm, layers=self.num_periods)
         if self.last:
             self.last_layers = Blocks(self.last, sizes, self.norm, layers=0)
-        self.final_norm = Norm("D", self.d_model, spec=self.norm, eps=self.norm_eps)
+        self.final_norm = self.norm.module("D", self.d_model, eps=self.norm_eps)
         # A tied model has one table: its gradient is the sum of both uses.
         if not self.tie_embeddings:
             self.unembed_DV = weight("DV", (self.d_model, self.vocab_size), std=std)

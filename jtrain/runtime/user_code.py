@@ -3,8 +3,10 @@
 """
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -12,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import FileError, UserError, did_you_mean
+
+_PREFIX = "jtrain_config_"
+"""Start of the names of modules that are files of the user."""
+
+_loaded: dict[tuple[Path, str], types.ModuleType] = {}
+"""Module that was loaded last of each file and source."""
 
 
 def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.ModuleType]:
@@ -60,6 +68,51 @@ def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.Mo
     return attribute, module
 
 
+def load_class(setting: str, name: str) -> type:
+    """Returns the class that a setting names; one of a file that was loaded already, and has not changed, is the
+    same class again.
+
+    Args:
+      setting, name: as in `load_function`.
+
+    Raises:
+      FileError, UserError: as `load_function`; or the name is that of something else.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    file = Path(module_name).expanduser()
+    known = _loaded.get((file.absolute(), source_hash(module_name))) if file.is_file() else None
+    found: Any = getattr(known, attribute, None) or load_function(setting, name)[0]
+    if not isinstance(found, type):
+        raise UserError(f"{setting}={name!r} is a {type(found).__name__}, and must be a class.")
+    return found
+
+
+def class_name(kind: type) -> str:
+    """Returns the name by which `load_class` finds a class: `path/to/file.py:Name`, relative to the working
+    directory where the file is below it, or `module:Name`.
+
+    Raises:
+      UserError: the class is not at the top of its file.
+    """
+    if "." in kind.__qualname__ or kind.__module__ == "__main__":
+        raise UserError(
+            f"{kind.__module__}.{kind.__qualname__} has no name that another process finds it by. Define it at "
+            "the top of a file."
+        )
+    if not kind.__module__.startswith(_PREFIX):
+        return f"{kind.__module__}:{kind.__name__}"
+    path = Path(str(sys.modules[kind.__module__].__file__)).absolute()
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{kind.__name__}"
+
+
+def source_hash(module_name: str) -> str:
+    """Returns a hash of the source that a name of `class_name` begins with: a file, or a module."""
+    path = Path(module_name).expanduser()
+    if not module_name.endswith(".py"):
+        path = Path(str(importlib.import_module(module_name).__file__))
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
 def _why_not_imported(error: ImportError, way_out: str) -> str:
     if (error.name or "").partition(".")[0] == "jax":
         return (
@@ -73,13 +126,18 @@ def _why_not_imported(error: ImportError, way_out: str) -> str:
 
 def load_python_file(path: Path) -> types.ModuleType:
     """Loads a Python file outside the package; an exception in it becomes a UserError with file and line."""
-    # The module is not put into sys.modules: each load runs the file anew.
-    spec = importlib.util.spec_from_file_location(f"jtrain_config_{path.stem}", path)
+    # Each load runs the file anew, under a name of its own: it may have changed.
+    name = f"{_PREFIX}{path.stem}_{len(_loaded)}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     with located(path):
+        digest = source_hash(str(path))
+        # A class finds its file by the name of its module.
+        sys.modules[name] = module
         spec.loader.exec_module(module)
+    _loaded[path.absolute(), digest] = module
     return module
 
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +125,6 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
         run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
     )
     like = abstract_state(layout, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]))
-    like = dataclasses.replace(like, guard={})  # no step has been run
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
         assert checkpoints.latest_step() == 0
         assert checkpoints.config_text(0) == text
@@ -172,3 +174,28 @@ def test_mistakes_exit_2_with_a_message(given: Given, capsys: pytest.CaptureFixt
 def test_another_dtype_is_refused(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
     assert given.run("export", "--workdir", "W", "--out", "OUT", "--dtype", "float8") == 2
     assert "error: --dtype invalid choice: 'float8'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_export_while_the_run_goes_on(given: Given) -> None:
+    """A checkpoint after each step, of which the last alone is kept: each export has one of them, whole."""
+    workdir = given.tmp_path / "run"
+    sets = ["num_steps=60", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
+    options = [*given.options, *(word for text in sets for word in ("--set", text)), "--device", "cpu"]
+    command = [sys.executable, "-m", "jtrain.launch", *options, "--workdir", str(workdir)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while not list(workdir.glob("checkpoints/*/manifest.json")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        exports = [given.tmp_path / f"out{number}" for number in range(4)]
+        for out in exports:
+            assert given.run("export", "--workdir", workdir, "--out", out) == 0
+            assert len(load_file(out / "model.safetensors")) == len(
+                load_file(given.folder / "model.safetensors")
+            )
+        assert process.wait(timeout=300) == 0
+    finally:
+        process.kill()

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.hf.directory import open_tensors, read_config
 from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import model_from_config
+from jtrain.hf.model_files import open_tensors, read_config
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.model.transformer import Transformer
 

@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jtrain.errors import FileError
-from jtrain.hf.directory import open_tensors, read_config, write_directory
+from jtrain.hf.directory import write_directory
 from jtrain.hf.mapping import from_hf, to_hf
 from jtrain.hf.model_config import config_from_model
+from jtrain.hf.model_files import open_tensors, read_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -34,7 +35,11 @@ def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
     """An export holds config.json and model.safetensors, readable by all users, and leaves no other file
     behind.
     """
-    assert write(tmp_path / "out", llama) == ["config.json", "model.safetensors"]
+    assert write(tmp_path / "out", llama) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
@@ -77,8 +82,16 @@ def test_tokenizer_files_are_copied_along(llama: Any, tmp_path: Path) -> None:
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
         (source / name).write_text("{}")
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
     files = write(tmp_path / "out", llama, tokenizer_folder=source)
-    assert files == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert files == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.6}
 
 
 def test_a_directory_in_use_is_refused(llama: Any, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.hf.directory import read_config
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.hf.model_files import read_config
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
@@ -211,7 +211,7 @@ def test_defaults_are_those_of_transformers() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}}, "has {'finetuned': True}"),
         (
             {"attention_sinks": True},
-            "attention_sinks=True: model_type='llama' is not known to have such a field",
+            r"attention_sinks=True \(attention sinks\): model_type='llama' is not known to have such a field",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
@@ -344,3 +344,22 @@ def test_differences_of_mixtures_are_listed_too() -> None:
     ]
     dense = [line for line in model_differences(model_from_config(QWEN3_8B), theirs) if "moe" in line]
     assert dense == [f"model.moe: None there, {theirs.moe} here"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "missing", "null"),
+    [("mistral", "window", 4096, None), ("gemma3_text", "head_dim", 256, 16), ("glm", "num_kv_heads", 2, 4)],
+)
+def test_a_missing_field_has_the_value_of_its_class_and_a_null_one_has_not(
+    model_type: str, field: str, missing: int, null: int | None
+) -> None:
+    """As transformers 5.23 reads them: Mistral without `sliding_window` has one of 4096, with null it has none."""
+    configs = json.loads((Path(__file__).parents[1] / "families" / "configs.json").read_text())
+    config = next(config for config in configs.values() if config["model_type"] == model_type)
+    key = {"window": "sliding_window", "num_kv_heads": "num_key_value_heads"}.get(field, field)
+    for changed, value in ((without(config, key), missing), (config | {key: None}, null)):
+        model = model_from_config(changed)
+        mixer = model.blocks[0].mixer
+        assert isinstance(mixer, AttentionSpec)
+        sizes = mixer.with_sizes(model.sizes)
+        assert getattr(sizes, field) == value

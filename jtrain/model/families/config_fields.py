@@ -1,9 +1,11 @@
 """Fields of a config.json, read so that none which changes the model is overlooked."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jtrain.errors import UserError
+from jtrain.model.families.missing_fields import MISSING
 from jtrain.model.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_mscale
 
 # fmt: off
@@ -23,17 +25,50 @@ NEUTRAL = frozenset({
 """Fields that do not change the function of a model in any family; `head_dim` is read by all."""
 
 
+_PRIMITIVES = {
+    r"(q|kv)_lora_rank|qk_(rope|nope)_head_dim|v_head_dim": "multi-head latent attention",
+    r"index_.+": "a sparse indexer",
+    r"linear_.+|full_attention_interval": "a linear mixer with a state",
+    r"mamba.*|ssm_.+|.*state_size|hybrid_override_pattern|time_step_.+": "Mamba",
+    r"conv_.+|short_conv.*|.*_conv_kernel.*": "a short convolution",
+    r".*softcap.*|logit_cap.*": "soft-capped scores or logits",
+    r"num_nextn_predict_layers|.*mtp.*": "prediction of several tokens",
+    r"swiglu_.+|.*clamp.*": "clamped SwiGLU",
+    r".*sink.*": "attention sinks",
+    r"quantization_config": "quantised weights; convert them to bfloat16 first",
+    r".+_multipliers?": "multipliers",
+    r".*per_layer_input": "embeddings of each layer",
+    r"num_kv_shared_layers": "keys and values shared by layers",
+    r"hc_.+": "hyper-connections",
+    r"(vision|audio)_.+": "a part that sees or hears",
+}
+"""What jtrain lacks, by the name of a field that no family reads."""
+
+
+def named(fields: Mapping[str, Any]) -> list[str]:
+    """`field=value`, with what jtrain lacks for it where the field's name tells."""
+    lines: list[str] = []
+    for key, value in fields.items():
+        primitives = [name for pattern, name in _PRIMITIVES.items() if re.fullmatch(pattern, key)]
+        lines.append(f"{key}={value!r}" + (f" ({primitives[0]})" if primitives else ""))
+    return lines
+
+
 class Fields:
-    """A config.json that knows which of its fields were read. A field that is null counts as missing."""
+    """A config.json that knows which of its fields were read.
+
+    A field that is null counts as missing, except where transformers' class has a value for a missing one.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        self._missing = MISSING.get(str(config.get("model_type")), {})
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a field."""
         self._read.add(key)
-        value = self._config.get(key)
+        value = self._config[key] if key in self._config else self._missing.get(key)
         return default if value is None else value
 
     def nullable(self, key: str, default: float | None) -> float | None:
@@ -81,19 +116,28 @@ class Fields:
         """Counts fields as read that change nothing in this family."""
         self._read.update(keys)
 
-    def check_all_read(self) -> None:
-        """Refuses a field that nothing has read: it may change the model.
-
-        Raises:
-          UserError: there are such fields.
-        """
-        unread = {
+    @property
+    def unread(self) -> dict[str, Any]:
+        """Fields that nothing has read: they may change the model."""
+        return {
             key: value
             for key, value in self._config.items()
             if key not in self._read | NEUTRAL and value is not None
         }
-        if unread:
-            listed = ", ".join(f"{key}={value!r}" for key, value in unread.items())
+
+    @property
+    def absent(self) -> list[str]:
+        """Fields that were looked for and are not there, or null: their values are the family's own."""
+        return sorted(key for key in self._read - NEUTRAL if self._config.get(key) is None)
+
+    def check_all_read(self) -> None:
+        """Refuses a field that nothing has read.
+
+        Raises:
+          UserError: there are such fields.
+        """
+        if unread := self.unread:
+            listed = ", ".join(named(unread))
             raise UserError(
                 f"config.json: {listed}: model_type={self._config.get('model_type')!r} is not known to have "
                 "such a field, which may change what the model computes. Delete it from config.json if it "

@@ -134,8 +134,8 @@ def _tokenizer(files: list[bytes], folder: Path) -> None:
 
 
 def _hf(files: list[bytes], folder: Path) -> None:
-    from jtrain.hf.directory import open_tensors, read_config
     from jtrain.hf.model_config import model_from_config
+    from jtrain.hf.model_files import open_tensors, read_config
 
     for name, content in zip(("config.json", "model.safetensors"), files, strict=True):
         (folder / name).write_bytes(content)
@@ -148,7 +148,7 @@ def _hf(files: list[bytes], folder: Path) -> None:
 
 
 def _hf_index(files: list[bytes], folder: Path) -> None:
-    from jtrain.hf.directory import open_tensors
+    from jtrain.hf.model_files import open_tensors
 
     for name, content in zip(("model.safetensors.index.json", "a.safetensors"), files, strict=True):
         (folder / name).write_bytes(content)

@@ -63,8 +63,8 @@ def test_pickles_beside_the_weights_are_not_read(tmp_path: Path, owned: Path) ->
     """A model directory of pickles alone is refused; beside safetensors a pickle and Python files are
     inert.
     """
-    from jtrain.hf.directory import open_tensors, read_config
     from jtrain.hf.model_config import model_from_config
+    from jtrain.hf.model_files import open_tensors, read_config
 
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(owned)))
     with (

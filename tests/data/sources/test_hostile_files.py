@@ -13,8 +13,8 @@ from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import FileError, UserError
-from jtrain.hf.directory import open_tensors
 from jtrain.hf.model_config import model_from_config
+from jtrain.hf.model_files import open_tensors
 from tests.data.fuzz.__main__ import CORPUS
 from tests.data.fuzz.targets import SEPARATOR
 
