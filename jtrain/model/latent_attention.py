@@ -236,4 +236,4 @@ class LatentAttention(Mixer):
 
 
 def _rotated(x_BLNU: Float[Array, "B L N U"], rotation: Rotation) -> Float[Array, "B L N U"]:
-    return x_BLNU if rotation is None else ops.rope(x_BLNU, *rotation)
+    return x_BLNU if rotation is None else ops.rope(x_BLNU, *rotation[:2])

@@ -79,8 +79,6 @@ def test_layouts_of_latent_attention_compute_what_one_device_does() -> None:
     layouts = {
         "tensor 4": (dict(tensor=4), dict(zero_stage=0)),
         "ZeRO 3": (dict(data=2, expert=2, tensor=2), dict(zero_stage=3, remat="full")),
-        "ulysses": (dict(context=2, tensor=2, data=2), dict(zero_stage=2, context_attention="ulysses")),
-        "overlap": (dict(tensor=2, data=4), dict(zero_stage=1, tensor_overlap=True)),
     }
     compare((BlockSpec(LATENT, MOE),), (BlockSpec(PLAIN, MLPSpec()),), layouts)
 
@@ -90,6 +88,8 @@ def test_rings_stages_and_offloads_of_latent_attention_compute_what_one_device_d
     """Also where gradients of weights are computed later, from what the products' sites keep."""
     named: Any = dict(remat="named", remat_save=("attention_latent", "attention"))
     layouts = {
+        "ulysses": (dict(context=2, tensor=2, data=2), dict(zero_stage=2, context_attention="ulysses")),
+        "overlap": (dict(tensor=2, data=4), dict(zero_stage=1, tensor_overlap=True)),
         "ring": (dict(context=2, tensor=2, data=2), dict(zero_stage=3, context_attention="ring")),
         "stage": (dict(stage=2, tensor=2), dict(microbatches=2)),
         "offload": (dict(data=2), dict(zero_stage=3, offload=OffloadSpec(params=1.0, activations=1.0))),
