@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jtrain.errors import FileError, UserError
 from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
+from jtrain.hf.mxfp4 import with_dequantized
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.runtime.atomic_io import replacing
@@ -81,7 +82,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
             if absent := sorted(placed - names):
                 raise UserError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
             tensors |= {name: functools.partial(reader.get_tensor, name) for name in names}
-        yield tensors
+        yield with_dequantized(tensors)
 
 
 def write_directory(

@@ -14,11 +14,14 @@ _MODULES = (
     "gemma",
     "layer_norm_decoders",
     "llama_relatives",
-    "mixtures",
+    "granite",
+    "cohere",
+    "mixtures.sigmoid_scores",
     "deepseek",
     "nanochat",
-    "llama4",
-    "sinks",
+    "mixtures.llama4",
+    "mixtures.sinks",
+    "mixtures.windowed",
 )
 
 
