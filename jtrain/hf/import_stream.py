@@ -18,7 +18,7 @@ import numpy as np
 from jtrain.checkpoint.streamed import Chunk, StreamedCheckpoint, chunks_of
 from jtrain.errors import UserError, first_few
 from jtrain.hf.mapping import DTYPES, Part, check_tensor
-from jtrain.hf.model_files import StoredTensor
+from jtrain.hf.model_files import DequantizedTensor, StoredTensor
 from jtrain.layout.dims import ParamInfo
 
 _THREADS = 4
@@ -169,8 +169,8 @@ def _largest(values: np.ndarray, bits: np.ndarray) -> float:
 
 
 def _read(tensor: StoredTensor, cache: Any) -> np.ndarray:
-    """The tensor; of a store, the last one of each thread is kept."""
-    if not tensor.file.is_remote:
+    """The tensor; of a store or of 4 bits, the last one of each thread is kept."""
+    if not tensor.file.is_remote and not isinstance(tensor, DequantizedTensor):
         return tensor()
     if getattr(cache, "name", None) != tensor.name:
         cache.array = None  # before the next one is there

@@ -28,7 +28,7 @@ _WHOLE = (
 _ALIKE = ("num_heads", "num_kv_heads", "head_dim", "d_ff", "rope", "qk_norm", "moe")
 """Fields that describe the blocks of a model without a pattern."""
 
-_NOT_COMPUTED = ("balance_loss", "router_z_loss")
+_NOT_COMPUTED = ("balance_loss", "router_z_loss", "bias_update_rate")
 """Coefficients that change how a model trains, not what it computes."""
 
 

@@ -5,7 +5,7 @@ by byte range, one at a time.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError, UserError, first_few
+from jtrain.hf.mxfp4 import dequantize
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of weights of 4 bits and their scales (`mxfp4.py`)."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("float64"),
@@ -73,6 +77,18 @@ class StoredTensor:
         return np.frombuffer(data, self.dtype).reshape(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class DequantizedTensor(StoredTensor):
+    """Tensor in bfloat16 whose blocks and scales are read, and multiplied, when it is called."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    def __call__(self) -> np.ndarray:
+        """The tensor; blocks are saved as [expert, outputs, inputs], what they stand for has inputs first."""
+        return np.swapaxes(dequantize(self.blocks(), self.scales()), -1, -2)
+
+
 def is_remote(source: Path | str) -> bool:
     """True if a model directory is behind a URL."""
     return "://" in str(source)
@@ -117,7 +133,29 @@ def open_tensors(source: Path | str) -> Iterator[dict[str, StoredTensor]]:
                 f"{files[name].label} has no {', '.join(missing[:8])}, which {INDEX} places there."
             )
         tensors |= held
-    yield tensors
+    yield _with_dequantized(tensors)
+
+
+def _with_dequantized(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a directory, where pairs `NAME_blocks` and `NAME_scales` are one tensor `NAME` in bfloat16.
+
+    Every number of 4 bits times its scale is a bfloat16, so nothing is rounded.
+
+    Raises:
+      UserError: blocks without scales.
+    """
+    read = dict(tensors)
+    for blocks_name in [name for name in tensors if name.endswith(_BLOCKS)]:
+        name = blocks_name.removesuffix(_BLOCKS)
+        if (scales_name := name + _SCALES) not in tensors:
+            raise UserError(f"tensor {blocks_name} has no {scales_name}. A file is incomplete.")
+        blocks, scales = read.pop(blocks_name), read.pop(scales_name)
+        *experts, outputs, groups, size = blocks.shape
+        shape = *experts, groups * size * 2, outputs
+        read[name] = DequantizedTensor(
+            name, blocks.file, _DTYPES["BF16"], shape, blocks.start, blocks=blocks, scales=scales
+        )
+    return read
 
 
 def _files(source: Path | str) -> dict[str, StoredFile]:

@@ -50,9 +50,11 @@ class ParamInfo:
     """Description of one parameter, independent of its layout.
 
     `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or
-    `zeros` for what multiplies or is added to activations (scales of norms, biases), or a normal distribution
-    with `mean` and standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of
-    experts that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
+    `zeros` for what multiplies or is added to activations (scales of norms, biases), `constant` for another
+    number, which `std` holds, `load` for what begins at zero and moves by `std` against the load of experts
+    (`MoESpec.bias_update_rate`), or a normal distribution with `mean` and standard deviation `std`, drawn
+    from the seed and `path` alone. `top_k` is the number of experts that serve a token, in a stack of experts
+    (leading `X`); it is 0 in other parameters.
 
     `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
     holds layer y. Random numbers depend on the logical layer.
@@ -61,7 +63,7 @@ class ParamInfo:
     path: str
     shape: tuple[int, ...]
     dims: str
-    init: Literal["normal", "ones", "zeros"]
+    init: Literal["normal", "ones", "zeros", "constant", "load"]
     std: float = 0.0
     top_k: int = 0
     mean: float = 0.0

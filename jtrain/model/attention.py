@@ -38,6 +38,9 @@ class AttentionSpec(MixerSpec):
     value_head_dim: size of the heads of values; None is H.
     value_scale: multiplies values (MiMo-V2).
     gate: True multiplies the output of each head by the sigmoid of a projection of its own (Qwen3-Next).
+    gate_activation: of the gate; `softplus` for Laguna.
+    gate_per_head: True has one number for each head instead of H.
+    output_norm: True normalises what the heads attended to, all heads together, before the output (BitNet).
     """
 
     name: ClassVar[str] = "attention"
@@ -57,6 +60,9 @@ class AttentionSpec(MixerSpec):
     value_head_dim: int | None = None
     value_scale: float = 1.0
     gate: bool = False
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_per_head: bool = False
+    output_norm: bool = False
 
     def head_sizes(self, sizes: ModelSizes) -> tuple[int, int, int]:
         """N, K and H: its own, or the model's.
@@ -123,7 +129,9 @@ class Attention(Mixer):
         self.o_NHD = weight("NHD", (num_heads, value_dim, d_model), std=out_std, layers=layers)
         if spec.sink:
             self.sink_N = vector("N", (num_heads,), ones=False, layers=layers)
-        if spec.gate:
+        if spec.gate and spec.gate_per_head:
+            self.gate_DN = weight("DN", (d_model, num_heads), std=std, layers=layers)
+        elif spec.gate:
             self.gate_DNH = weight("DNH", (d_model, num_heads, value_dim), std=std, layers=layers)
         if spec.bias != "none":
             self.q_bias_NH = vector("NH", (num_heads, head_dim), ones=False, layers=layers)
@@ -143,6 +151,8 @@ class Attention(Mixer):
                 self.q_norm = self.k_norm = unscaled_norm("H", head_dim, eps=sizes.norm_eps)
             case "none":
                 pass
+        if spec.output_norm:
+            self.output_norm = Norm("NH", (num_heads, value_dim), **norm_options)
         self.spec, self.eps, self.chunk = spec, sizes.norm_eps, sizes.attention_chunk
 
     def project(
@@ -153,7 +163,8 @@ class Attention(Mixer):
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K P"], Array | None]:
         """Queries and keys, rotated to their positions, values, and the gate of the output."""
         kernels = [self.q_DNH[...], self.k_DKH[...], self.v_DKH[...]]
-        kernels += [self.gate_DNH[...]] if self.spec.gate else []
+        if self.spec.gate:
+            kernels.append((self.gate_DN if self.spec.gate_per_head else self.gate_DNH)[...])
         q_BLNH, k_BLKH, v_BLKH, *gate = tensor.project_in(x_BLD, *kernels)
         if self.spec.bias != "none":
             q_BLNH, k_BLKH, v_BLKH = (
@@ -239,12 +250,16 @@ class Attention(Mixer):
     def project_out(
         self,
         y_BLNH: Float[Array, "B L N H"],
-        gate_BLNH: Float[Array, "B L N H"] | None,
+        gate_BLNH: Float[Array, "B L N *H"] | None,
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
     ) -> Float[Array, "B _ D"]:
         """Output from what the heads attended to, and the gate that `project` returned."""
         if gate_BLNH is not None:
-            y_BLNH *= jax.nn.sigmoid(gate_BLNH.astype(jnp.float32)).astype(y_BLNH.dtype)
+            activation = jax.nn.sigmoid if self.spec.gate_activation == "sigmoid" else jax.nn.softplus
+            gate = activation(gate_BLNH.astype(jnp.float32)).astype(y_BLNH.dtype)
+            y_BLNH *= gate[..., None] if self.spec.gate_per_head else gate
+        if self.spec.output_norm:
+            y_BLNH = self._over_all_heads(y_BLNH, self.output_norm)
         y_BLD = tensor.project_out(y_BLNH, self.o_NHD[...])
         # Once, at the positions that this device keeps of the sum.
         return y_BLD + aligned(self.o_bias_D[...], y_BLD) if self.spec.bias == "all" else y_BLD

@@ -23,14 +23,15 @@ from jtrain.model.expert_dispatch import (
     send_back,
     to_rows,
 )
-from jtrain.model.mlp import MLP, MLPSpec, activate
-from jtrain.model.param import vector, weight
+from jtrain.model.mlp import MLP, ClampedSwiGLU, MLPSpec, activate, gated
+from jtrain.model.param import aligned, load_bias, vector, weight
 from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 from jtrain.model.sizes import ModelSizes
+from jtrain.model.tensor_parallel import local_part
 
 
 class MoE(nnx.Module):
-    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))` (arXiv:2401.06066).
+    """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))` (arXiv:2401.06066).
 
     Experts are split over `expert`, the hidden width of each over `tensor`; shared experts are added. No
     token is dropped.
@@ -42,13 +43,24 @@ class MoE(nnx.Module):
         self.spec = spec
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
         if spec.correction_bias:
-            self.router_bias_X = vector("X", (experts,), ones=False, layers=layers)
+            rate = spec.bias_update_rate
+            self.router_bias_X = (
+                load_bias("X", (experts,), rate=rate, layers=layers)
+                if rate
+                else vector("X", (experts,), ones=False, layers=layers)
+            )
         if spec.gated:
             self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         # The same as a dense layer's: weights of a token's experts add up to one (less if not normalized).
         out_std = sizes.branch_std(d_ff)
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
+        if spec.bias:
+            self.router_offset_X = vector("X", (experts,), ones=False, layers=layers)
+            if spec.gated:
+                self.gate_bias_XF = vector("XF", (experts, d_ff), ones=False, layers=layers)
+            self.up_bias_XF = vector("XF", (experts, d_ff), ones=False, layers=layers)
+            self.down_bias_XD = vector("XD", (experts, d_model), ones=False, layers=layers)
         if shared_d_ff := spec.shared_d_ff or spec.shared_experts * d_ff:
             unit = MLPSpec(d_ff=shared_d_ff, activation=spec.activation, gated=spec.gated)
             self.shared = MLP(unit, sizes, layers=layers)
@@ -67,6 +79,8 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             kernel_DX = self.router_DX[...]
             logits_BLX = jnp.einsum("bld,dx->blx", x_BLD, kernel_DX, preferred_element_type=jnp.float32)
+            if self.spec.bias:
+                logits_BLX += aligned(self.router_offset_X[...], logits_BLX)
             axes = tuple(axis for axis, size in (("context", context), ("tensor", tensor)) if size > 1)
             bias_X = self.router_bias_X[...] if self.spec.correction_bias else None
             routing, losses = route(logits_BLX, valid_BL, self.spec, bias_X=bias_X, axes=axes)
@@ -98,7 +112,7 @@ class MoE(nnx.Module):
         if expert == 1:
             weights, count_X = self._weights(pieces), orders[0].count_X
             wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
-            y_PDs = [weights[-1].multiply(wide_PF, count_X)]
+            y_PDs = [self._down(wide_PF, count_X, weights)]
         else:
             y_PDs = self._exchange_and_multiply(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
@@ -112,7 +126,9 @@ class MoE(nnx.Module):
     def _gate_of_shared(
         self, x_BLD: Float[Array, "B L D"], y_BLD: Float[Array, "B L D"]
     ) -> Float[Array, "B L D"]:
-        """What shared experts add, times their gate if they have one."""
+        """What shared experts add, times their scale and their gate if they have one."""
+        if self.spec.shared_scale != 1:
+            y_BLD *= self.spec.shared_scale
         if not self.spec.shared_gate:
             return y_BLD
         gate_BL = jnp.einsum(
@@ -159,7 +175,7 @@ class MoE(nnx.Module):
             if pieces > 1:
                 wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
             returned_PDs = [] if y_RD is None else [return_piece(piece - 1, y_RD)]
-            y_RD = weights[-1].multiply(wide_RF, group_size)
+            y_RD = self._down(wide_RF, group_size, weights)
             if pieces > 1:
                 # The piece after the next is sent after this one, so that buffers of few pieces exist at a
                 # time.
@@ -184,13 +200,55 @@ class MoE(nnx.Module):
         *,
         expected_rows: int,
     ) -> Float[Array, "P F"]:
-        """`silu(gate) * up` of each expert's rows, or `act(up)`; undefined in rows of no expert."""
+        """`act(gate) * up` of each expert's rows, or `act(up)`; undefined in rows of no expert."""
+
+        def projected(weight: ExpertWeight, name: str) -> Float[Array, "P F"]:
+            y_PF = weight.multiply(x_PD, group_size_X)
+            if self.spec.bias:
+                y_PF += self._bias_of_rows(getattr(self, f"{name}_bias_XF")[...], y_PF, group_size_X)
+            return checkpoint_name(y_PF, f"mlp_{name}")
+
         if not self.spec.gated:
-            up_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_up")
-            return activate(up_PF, self.spec.activation)
-        gate_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_gate")
-        up_PF = checkpoint_name(weights[1].multiply(x_PD, group_size_X), "mlp_up")
-        return ops.grouped_swiglu(gate_PF, up_PF, group_size_X, expected_rows=expected_rows)
+            assert not isinstance(self.spec.activation, ClampedSwiGLU)
+            return activate(projected(weights[0], "up"), self.spec.activation)
+        gate_PF, up_PF = projected(weights[0], "gate"), projected(weights[1], "up")
+        if self.spec.activation == "silu":
+            return ops.grouped_swiglu(gate_PF, up_PF, group_size_X, expected_rows=expected_rows)
+        return gated(gate_PF, up_PF, self.spec.activation)
+
+    def _down(
+        self, wide_PF: Float[Array, "P F"], group_size_X: Array, weights: "tuple[ExpertWeight, ...]"
+    ) -> Float[Array, "P D"]:
+        """Partial sums over this device's block of F of each expert's rows."""
+        y_PD = weights[-1].multiply(wide_PF, group_size_X)
+        if not self.spec.bias:
+            return y_PD
+        bias_PD = self._bias_of_rows(self.down_bias_XD[...], y_PD, group_size_X)
+        if wide_PF.shape[-1] != (d_ff := self.up_bias_XF.shape[-1]):
+            # The caller adds over the devices along `tensor`: one of them has the bias.
+            bias_PD = jnp.where(jax.lax.axis_index("tensor") == 0, bias_PD, 0.0)
+            assert d_ff % wide_PF.shape[-1] == 0
+        return y_PD + bias_PD
+
+    def _bias_of_rows(
+        self, bias_XF: Float[Array, "X _"], y_PF: Float[Array, "P _"], group_size_X: Array
+    ) -> Float[Array, "P _"]:
+        """Bias of each row's expert at this device's part of F; 0 in rows of no expert.
+
+        Every device holds all biases, so its experts' are cut out. The product with ones and zeros is exact, and
+        its gradient a matmul instead of a scatter, at X / D of the cost of a projection.
+        """
+        experts, columns = group_size_X.shape[0], y_PF.shape[-1]
+        if experts != bias_XF.shape[0]:
+            first = jax.lax.axis_index("expert") * experts
+            bias_XF = jax.lax.dynamic_slice_in_dim(bias_XF, first, experts)
+        bias_XF = local_part(bias_XF.T, columns).T
+        end_1X = jnp.cumsum(group_size_X)[None]
+        row_P1 = jnp.arange(y_PF.shape[0], dtype=end_1X.dtype)[:, None]
+        is_expert_PX = (row_P1 < end_1X) & (row_P1 >= end_1X - group_size_X[None])
+        bias_PF = is_expert_PX.astype(y_PF.dtype) @ bias_XF.astype(y_PF.dtype)
+        # Rows of no expert are undefined in the gradient as well, and zero times NaN is NaN.
+        return jnp.where(row_P1 < end_1X[:, -1:], bias_PF, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,16 @@ def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) ->
     return _param(dims, shape, layers, init="ones" if ones else "zeros", std=0.0)
 
 
+def scalar(value: float, *, layers: int = 0) -> nnx.Param[Any]:
+    """One number for each layer, which begins at `value`."""
+    return _param("", (), layers, init="constant", std=value)
+
+
+def load_bias(dims: str, shape: tuple[int, ...], *, rate: float, layers: int = 0) -> nnx.Param[Any]:
+    """A vector over experts whose gradient is their load, and whose update is a step of `rate` against it."""
+    return _param(dims, shape, layers, init="load", std=rate)
+
+
 def aligned(vector: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
     """A vector with as many dimensions as x, to be added to its last ones or multiplied with them, in x's dtype."""
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
@@ -123,6 +133,8 @@ def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = 
     """
     shape = info.shape if layer is None else info.shape[1:]
     if info.init != "normal":
+        if info.init == "constant":
+            return _or_identity(info, layer, jnp.full(shape, info.std, dtype))
         constant = jnp.ones if info.init == "ones" else jnp.zeros
         return _or_identity(info, layer, constant(shape, dtype))
     keys = jnp.asarray(_draw_keys(info, seed, layers=None if layer is None else info.shape[0]))

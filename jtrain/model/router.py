@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.errors import UserError
-from jtrain.model.mlp import Activation
+from jtrain.model.mlp import ClampedSwiGLU, Pointwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +24,23 @@ class MoESpec:
     num_experts: experts per layer, X.
     top_k: experts per token: those with the highest scores.
     d_ff: hidden width F of one expert; None takes `model.d_ff`.
-    activation, gated: of experts and shared experts, as in `MLPSpec`; `silu` with a gate, or any without.
+    activation, gated: of experts and shared experts, as in `MLPSpec`.
+    bias: True adds a learned vector to each projection of each expert, and to the router's logits (gpt-oss).
     normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps
       the scores.
     shared_experts: additional experts that every token uses (arXiv:2401.06066, section 3.2).
     shared_d_ff: hidden width of the shared experts together; None takes `shared_experts` times F.
     shared_gate: True multiplies what shared experts add by the sigmoid of a projection to one number
       (Qwen2-MoE).
+    shared_scale: multiplies what shared experts add.
     score: of an expert, from the router's logits: `softmax` over experts, or `sigmoid` of each
       (arXiv:2412.19437, section 2.1.2).
     correction_bias: True adds a learned number per expert to the scores that choose a token's experts, not to
       their weights (arXiv:2408.15664).
+    chosen_by: what the correction bias is added to: `score`, or the router's `logits` (Kolibri).
+    bias_update_rate: step by which every update of the optimizer moves the correction bias of each expert: up
+      if fewer tokens of the global batch than the mean chose it, down if more; padding does not count
+      (arXiv:2408.15664, algorithm 1; DeepSeek-V3 has 0.001). 0 leaves the bias as it is.
     num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score highest.
     group_score: score of a group: the sum of its two best experts (DeepSeek-V3), or its best (DeepSeek-V2).
     weight_scale: multiplies the weights of a token's experts.
@@ -50,14 +56,18 @@ class MoESpec:
     num_experts: int
     top_k: int
     d_ff: int | None = None
-    activation: Activation = "silu"
+    activation: Pointwise | ClampedSwiGLU = "silu"
     gated: bool = True
+    bias: bool = False
     normalize_top_k: bool = True
     shared_experts: int = 0
     shared_d_ff: int | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     score: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool = False
+    chosen_by: Literal["score", "logits"] = "score"
+    bias_update_rate: float = 0.0
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["best_two", "best"] = "best_two"
@@ -92,12 +102,22 @@ class MoESpec:
                 f"model.moe.weight_input=True with model.moe.top_k={self.top_k}: a token's experts would each "
                 "read another input. Set model.moe.top_k=1."
             )
-        if self.gated and self.activation != "silu":
+        if isinstance(self.activation, ClampedSwiGLU) and not self.gated:
             raise UserError(
-                f"model.moe.activation={self.activation} with model.moe.gated=True: experts with a gate have "
-                "`silu`. Set one of the two."
+                f"model.moe.activation={self.activation} with model.moe.gated=False: a clamped SwiGLU has a gate. "
+                "Set one of the two."
             )
-        for name in ("shared_experts", "balance_loss", "router_z_loss"):
+        if self.bias and (self.shared_experts or self.shared_d_ff):
+            raise UserError(
+                f"model.moe.bias=True with model.moe.shared_experts={self.shared_experts} and shared_d_ff="
+                f"{self.shared_d_ff}: shared experts have no biases. Set bias=False, or no shared experts."
+            )
+        if self.bias_update_rate and not self.correction_bias:
+            raise UserError(
+                f"model.moe.bias_update_rate={self.bias_update_rate} moves a correction bias, but model.moe."
+                "correction_bias=False. Set correction_bias=True, or bias_update_rate=0."
+            )
+        for name in ("shared_experts", "balance_loss", "router_z_loss", "bias_update_rate"):
             if (value := getattr(self, name)) < 0:
                 raise UserError(f"model.moe.{name}={value} must be at least 0.")
 
@@ -121,10 +141,18 @@ class RouterLosses:
     """Sums over this device's tokens, without their coefficients; fields are float32 scalars.
 
     balance: the loss of `MoESpec.balance_loss`; z: the squared log-partition.
+    load: 0, through which the tokens of each expert reach the gradient of the correction bias; None without
+      `MoESpec.bias_update_rate`.
     """
 
     balance: Any
     z: Any
+    load: Any = None
+
+    @classmethod
+    def zeros(cls, spec: MoESpec) -> "RouterLosses":
+        """The sums before the first layer."""
+        return cls(*jnp.zeros((2,)), load=jnp.zeros(()) if spec.bias_update_rate else None)
 
 
 def route(
@@ -146,7 +174,8 @@ def route(
     softmax = spec.score == "softmax"
     score_BLX = jax.nn.softmax(logits_BLX, axis=-1) if softmax else jax.nn.sigmoid(logits_BLX)
     # The k largest logits, not probabilities: distinct logits may round to equal probabilities.
-    choice_BLX = jax.lax.stop_gradient(logits_BLX if softmax and bias_X is None else score_BLX)
+    by_logits = spec.chosen_by == "logits" or (softmax and bias_X is None)
+    choice_BLX = jax.lax.stop_gradient(logits_BLX if by_logits else score_BLX)
     if bias_X is not None:
         choice_BLX += jax.lax.stop_gradient(bias_X.astype(jnp.float32))[None, None]
     _, expert_BLS = jax.lax.top_k(_of_best_groups(choice_BLX, spec), spec.top_k)
@@ -160,6 +189,10 @@ def route(
     # int32, so that counts of long sequences are exact; they carry no gradient.
     chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
     chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
+    load = None
+    if spec.bias_update_rate:
+        assert bias_X is not None
+        load = _count_load(bias_X, jnp.sum(chosen_BX, axis=0))
     # The fractions are of whole sequences, so every device needs the counts of the others' positions.
     if axes:
         chosen_BX = jax.lax.psum(chosen_BX, axes)
@@ -168,10 +201,34 @@ def route(
     share_BX = chosen_BX * (spec.num_experts / spec.top_k) / tokens_B1
     p_BX = jnp.sum(jnp.where(valid_BL[..., None], p_BLX, 0.0), axis=1)
     z_BL = jax.nn.logsumexp(logits_BLX, axis=-1) ** 2
-    losses = RouterLosses(jnp.sum(share_BX * p_BX), jnp.sum(jnp.where(valid_BL, z_BL, 0.0)))
+    losses = RouterLosses(jnp.sum(share_BX * p_BX), jnp.sum(jnp.where(valid_BL, z_BL, 0.0)), load)
     # Last, so that indices above are valid: `num_experts` is out of range.
     expert_BLS = jnp.where(valid_BL[..., None], expert_BLS, spec.num_experts)
     return Routing(expert_BLS, weight_BLS), losses
+
+
+@jax.custom_vjp
+def _count_load(bias_X: Float[Array, " X"], count_X: Int[Array, " X"]) -> Float[Array, ""]:
+    """Returns 0; the gradient of the bias is the number of this device's tokens of each expert.
+
+    Gradients are summed over microbatches, devices and stages, so these counts are too, on every layout. They are
+    not weighted by the loss: sums of whole numbers are exact, and equal loads are equal.
+    """
+    del bias_X, count_X
+    return jnp.zeros(())
+
+
+def _count_forward(bias_X: Array, count_X: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _count_load(bias_X, count_X), (count_X, jnp.zeros((0,), bias_X.dtype))
+
+
+def _count_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    count_X, like = saved
+    # A place of a pipeline without work, or with an identity layer, has a cotangent of 0.
+    return jnp.where(cotangent != 0, count_X, 0).astype(like.dtype), None
+
+
+_count_load.defvjp(_count_forward, _count_backward)
 
 
 def _of_best_groups(choice_BLX: Float[Array, "B L X"], spec: MoESpec) -> Float[Array, "B L X"]:

@@ -29,6 +29,7 @@ from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.mixer import Rotation
+from jtrain.model.mlp import MLPSpec
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
 
 GROUP_ORDER = "group_order"
@@ -95,7 +96,7 @@ def _check_block(spec: Any, groups: int) -> None:
     """
     for conflict, applies in (
         ("a block without grouped-query attention", not isinstance(spec.mixer, AttentionSpec)),
-        ("a block without a dense feed-forward layer", getattr(spec.feed_forward, "bias", None) is None),
+        ("a block without a dense feed-forward layer", not isinstance(spec.feed_forward, MLPSpec)),
         ("attention without rotary positions", getattr(spec.mixer, "rope", 0) is None),
         ("temperature of attention", getattr(spec.mixer, "temperature", None) is not None),
         ("chunk_size of attention", getattr(spec.mixer, "chunk_size", None) is not None),

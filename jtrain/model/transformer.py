@@ -211,7 +211,7 @@ class Transformer(nnx.Module):
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_periods
         shared = self.shared(batch)
         with jax.named_scope("layers"):
-            carry = x_BLD, None if self.router is None else RouterLosses(*jnp.zeros((2,)))
+            carry = x_BLD, None if self.router is None else RouterLosses.zeros(self.router)
             if self.first:
                 first = self._single(self.first_layers, "first_layers", placement)
                 carry = first(carry, params["first_layers"], shared)
@@ -335,7 +335,8 @@ class Transformer(nnx.Module):
             return total, nats
         router_loss = self.router.balance_loss * losses.balance + self.router.router_z_loss * losses.z
         # The router losses are means over layers, so a coefficient means the same at any depth.
-        return total + router_loss / self.num_routers, nats
+        total += router_loss / self.num_routers
+        return total if losses.load is None else total + losses.load, nats
 
     def cross_entropy(
         self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement

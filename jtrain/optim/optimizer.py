@@ -156,13 +156,17 @@ class Optimizer:
         """
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
-            norm = optax.tree.norm({path: _f32(g) for path, g in flatten_by_path(self.params, grads).items()})
+            by_path = flatten_by_path(self.params, grads)
+            norm = optax.tree.norm({path: _f32(g) for path, g in by_path.items() if not self._is_load(path)})
         clip = self.spec.clip_norm
         # A NaN norm makes a NaN scale: the guard sees the norm and does not apply the update.
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
         # With b1=0.9 the first update scales its moment by 1 / (1 - 0.9^1) = 10.
         mu_scale, nu_scale = (1.0 / (1.0 - b ** (step + 1)) for b in (self.spec.b1, self.spec.b2))
         return Update(step, self.learning_rate(step), norm, scale, mu_scale, nu_scale, jnp.asarray(True))
+
+    def _is_load(self, path: str) -> bool:
+        return self.infos[path].init == "load"
 
     def update_param(
         self,
@@ -260,6 +264,8 @@ class Optimizer:
         depending on the rest of the program, and the last bit would depend on the layout.
         """
         spec = self.spec
+        if info.init == "load":
+            return step_against_load(update, info, grad, param), leaf
         mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
         if uses_muon(spec, info):
@@ -305,6 +311,19 @@ class Optimizer:
         return select_params(self.params, lambda info: name in arrays(self.spec, info))
 
 
+def step_against_load(update: Update, info: ParamInfo, load_X: Array, bias_X: Array) -> Array:
+    """New correction bias: a step up for experts with less than the mean load, down for those with more.
+
+    Args:
+      load_X: tokens of the global batch that chose each expert, [X] or of each layer [Y, X].
+    """
+    # Whole numbers, so that an expert with exactly the mean load stays where it is.
+    experts, load_X = load_X.shape[-1], _f32(load_X)
+    below_mean_X = jnp.sign(jnp.sum(load_X, axis=-1, keepdims=True) - experts * load_X)
+    new_X = (_f32(bias_X) + round_alone(info.std * below_mean_X)).astype(bias_X.dtype)
+    return jnp.where(update.applied, new_X, bias_X)
+
+
 def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
     """Refuses a layout that does not fit the optimizer's state.
 
@@ -314,6 +333,13 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
     """
     spec.check_param_dtype(layout.precision.param_dtype)
     for p in layout.params:
+        precision = layout.precision
+        if p.info.init == "load" and (precision.param_dtype, precision.grad_accum_dtype) != ("float32",) * 2:
+            raise UserError(
+                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype} and "
+                f"precision.grad_accum_dtype={precision.grad_accum_dtype}: a step of a bias, and a count of "
+                "tokens, need float32. Set both to float32, or bias_update_rate=0."
+            )
         blocking = blocks(spec, p.info)
         # Blocks lie along H or F: only F can be split, and by `tensor` alone.
         axis = None if blocking is None else p.optimizer[len(p.info.shape) + blocking.dim]

@@ -61,7 +61,9 @@ def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""]
         return None
     grad_by_path = flatten_by_path(param_tree(layout, lambda p: p.info), grads)
     device_grads = {
-        path: grad.astype(jnp.float32) for path, grad in grad_by_path.items() if path not in on_host
+        p.info.path: grad_by_path[p.info.path].astype(jnp.float32)
+        for p in layout.params
+        if p.info.path not in on_host and p.info.init != "load"
     }
 
     def host_squares(grads: dict[str, Array]) -> Float[Array, ""]:

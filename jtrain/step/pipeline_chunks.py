@@ -243,7 +243,9 @@ class StageChunks:
         return jax.tree.map(lambda weight: jnp.where(self.real_Y[row] & present, weight, 0.0), self.router)
 
     def _no_losses(self) -> RouterLosses | None:
-        return None if self.router is None else RouterLosses(*jnp.zeros((2,)))
+        if self.router is None:
+            return None
+        return RouterLosses(*jnp.zeros((2,)), load=None if self.router.load is None else jnp.zeros(()))
 
     def _weights_at(self, row: Array | int) -> Params:
         """Weights of one layer, on the device."""

@@ -45,7 +45,7 @@ def chunks_of(
     if (spec := model.router) is not None:
         loss_weights_2 = jnp.stack([spec.balance_loss * unit, spec.router_z_loss * unit]) / model.num_routers
         # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
-        router = RouterLosses(*loss_weights_2)
+        router = RouterLosses(*loss_weights_2, load=unit if spec.bias_update_rate else None)
     split_paths = frozenset[str]()
     # The matrices that could multiply in 8 bits: norm scales, routers and routed experts are not split.
     if ticks_of(layout).schedule.splits_backward:

@@ -239,7 +239,7 @@ def _run_stage_layers(
       layers: weights of this stage's layers, with probes.
     """
     model, end_weights = ends.model, {path: value for path, value in trained.items() if path != "layers"}
-    losses = None if model.router is None else RouterLosses(*jnp.zeros((2,)))
+    losses = None if model.router is None else RouterLosses.zeros(model.router)
     x_BLD = ends.embed(end_weights, part.token_BL)
     # Identity layers count: the stack holds every place of this stage.
     unroll = 1 if model.scan_layers else len(jax.tree.leaves(layers)[0])

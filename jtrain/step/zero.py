@@ -311,7 +311,9 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
     if not axes:
         return grad
-    return jax.lax.psum(grad.astype(layout.precision.reduce_dtype), axes).astype(jnp.float32)
+    # Counts of tokens are exact in float32 only.
+    dtype = "float32" if p.info.init == "load" else layout.precision.reduce_dtype
+    return jax.lax.psum(grad.astype(dtype), axes).astype(jnp.float32)
 
 
 def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:

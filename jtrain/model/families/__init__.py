@@ -14,17 +14,20 @@ _MODULES = (
     "gemma",
     "layer_norm_decoders",
     "llama_relatives",
-    "mixtures",
+    "granite",
+    "cohere",
+    "mixtures.sigmoid_scores",
     "deepseek",
     "nanochat",
-    "llama4",
-    "sinks",
     "delta_nets",
     "state_spaces",
     "short_convs",
     "nemotron_h",
     "falcon_h1",
     "kimi_linear",
+    "mixtures.llama4",
+    "mixtures.sinks",
+    "mixtures.windowed",
 )
 
 

@@ -159,6 +159,13 @@ class Fields:
             )
         return kinds
 
+    def sparse_layers(self, num_layers: int, *, dense: int) -> tuple[bool, ...]:
+        """True for each layer with a mixture of experts, by `mlp_layer_types`; else all but the first `dense`."""
+        default = ["dense"] * dense + ["sparse"] * (num_layers - dense)
+        return tuple(
+            kind == "sparse" for kind in self.layer_types(num_layers, default, key="mlp_layer_types")
+        )
+
     def rope(
         self,
         *,

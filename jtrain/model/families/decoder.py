@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jtrain.errors import UserError
 from jtrain.model.attention import AttentionSpec
@@ -10,12 +10,12 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.family import Names, Tensor
 from jtrain.model.mixer import MixerSpec
-from jtrain.model.mlp import Activation, MLPSpec
+from jtrain.model.mlp import MLPSpec, Pointwise
 from jtrain.model.rope import Llama3Scaling, RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
-ACTIVATIONS: Mapping[str, Activation] = {
+ACTIVATIONS: Mapping[str, Pointwise] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -202,6 +202,23 @@ def layer_types_of(model: Transformer) -> dict[str, Any]:
     }
 
 
+def mlp_types_of(model: Transformer) -> dict[str, Any]:
+    """`mlp_layer_types` of a model: `sparse` for layers with a mixture of experts."""
+    dense = [isinstance(block.feed_forward, MLPSpec) for block in model.blocks]
+    return {"mlp_layer_types": ["dense" if is_dense else "sparse" for is_dense in dense]}
+
+
+def biases_in(fields: Fields) -> tuple[Literal["none", "all"], bool]:
+    """Biases of attention and of feed-forward layers, from `attention_bias` and `mlp_bias`."""
+    return "all" if fields.flag("attention_bias") else "none", fields.flag("mlp_bias")
+
+
+def biases_written(model: Transformer) -> dict[str, Any]:
+    """Fields that `biases_in` reads."""
+    mlp = next((b.feed_forward for b in model.blocks if isinstance(b.feed_forward, MLPSpec)), MLPSpec())
+    return {"attention_bias": attention_of(model).bias == "all", "mlp_bias": mlp.bias}
+
+
 NAMES: Names = {
     "embed_VD": Tensor("model.embed_tokens.weight", "V D"),
     "attention_norm.scale_D": Tensor("model.layers.{y}.input_layernorm.weight", "D"),
@@ -235,6 +252,15 @@ NAMES: Names = {
     "unembed_DV": Tensor("lm_head.weight", "V D"),
 }
 """Tensors by the names that Llama gave them, and most families after it."""
+
+
+INTERLEAVED: Names = {
+    "attention.q_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "NI D"),
+    "attention.q_bias_NH": Tensor("model.layers.{y}.self_attn.q_proj.bias", "NI"),
+    "attention.k_DKH": Tensor("model.layers.{y}.self_attn.k_proj.weight", "KI D"),
+    "attention.k_bias_KH": Tensor("model.layers.{y}.self_attn.k_proj.bias", "KI"),
+}
+"""Queries and keys where the pairs of a rotation lie side by side."""
 
 
 def renamed(names: Names, **changes: str) -> dict[str, Tensor]:

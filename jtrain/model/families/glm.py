@@ -5,7 +5,7 @@ from typing import Any
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
-from jtrain.model.families.decoder import NAMES, attention_of, decoder, decoder_fields
+from jtrain.model.families.decoder import INTERLEAVED, NAMES, attention_of, decoder, decoder_fields
 from jtrain.model.families.deepseek_experts import experts_in, experts_written, first_dense, names_of_experts
 from jtrain.model.families.family import Family, Tensor
 from jtrain.model.transformer import Transformer
@@ -35,13 +35,6 @@ _FUSED = {
     "mlp.gate_DF": Tensor("model.layers.{y}.mlp.gate_up_proj.weight", "2F D", 0),
     "mlp.up_DF": Tensor("model.layers.{y}.mlp.gate_up_proj.weight", "2F D", 1),
 }
-# Pairs of a rotation lie side by side.
-_INTERLEAVED = {
-    "attention.q_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "NI D"),
-    "attention.q_bias_NH": Tensor("model.layers.{y}.self_attn.q_proj.bias", "NI"),
-    "attention.k_DKH": Tensor("model.layers.{y}.self_attn.k_proj.weight", "KI D"),
-    "attention.k_bias_KH": Tensor("model.layers.{y}.self_attn.k_proj.bias", "KI"),
-}
 _SANDWICH = {
     "attention_post_norm.scale_D": Tensor("model.layers.{y}.post_self_attn_layernorm.weight", "D"),
     "mlp_post_norm.scale_D": Tensor("model.layers.{y}.post_mlp_layernorm.weight", "D"),
@@ -64,8 +57,8 @@ def _write_glm4_moe(model: Transformer) -> dict[str, Any]:
     return _write(model) | experts_written(model) | {"use_qk_norm": attention_of(model).qk_norm == "head"}
 
 
-GLM = Family("glm", "GlmForCausalLM", _read_glm, _write, NAMES | _FUSED | _INTERLEAVED)
-GLM4 = Family("glm4", "Glm4ForCausalLM", _read_glm4, _write, NAMES | _FUSED | _INTERLEAVED | _SANDWICH)
+GLM = Family("glm", "GlmForCausalLM", _read_glm, _write, NAMES | _FUSED | INTERLEAVED)
+GLM4 = Family("glm4", "Glm4ForCausalLM", _read_glm4, _write, NAMES | _FUSED | INTERLEAVED | _SANDWICH)
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe, NAMES | names_of_experts()
 )

@@ -1,5 +1,5 @@
 """Families with layer norms: GPT-NeoX and Pythia (arXiv:2204.06745, 2304.01373), StarCoder2 (arXiv:2402.19173),
-Cohere's Command R, Nemotron-4 (arXiv:2402.16819) and StableLM 2 (arXiv:2402.17834).
+Nemotron-4 (arXiv:2402.16819) and StableLM 2 (arXiv:2402.17834).
 """
 
 from typing import Any
@@ -10,10 +10,9 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import (
     ACTIVATIONS,
-    FULL,
     NAMES,
-    WINDOWED,
     attention_of,
+    biases_written,
     decoder,
     decoder_fields,
     layer_types_of,
@@ -30,7 +29,10 @@ def _activation(model: Transformer) -> str:
     feed_forward = model.blocks[0].feed_forward
     if not isinstance(feed_forward, MLPSpec):
         raise UserError("a model with experts.")
-    return next(name for name, kind in ACTIVATIONS.items() if kind == feed_forward.activation)
+    names = [name for name, kind in ACTIVATIONS.items() if kind == feed_forward.activation]
+    if not names:
+        raise UserError(f"feed_forward.activation={feed_forward.activation}.")
+    return names[0]
 
 
 def _read_neox(fields: Fields) -> Transformer:
@@ -138,67 +140,56 @@ def _write_stablelm(model: Transformer) -> dict[str, Any]:
     }
 
 
-def _read_cohere(fields: Fields) -> Transformer:
-    attention = _cohere_attention(fields)
-    return decoder(
-        fields,
-        lambda _: BlockSpec(attention, norms="parallel_shared"),
-        eps="layer_norm_eps",
-        tied=True,
-        norm=NormSpec("layer"),
-        logit_scale=fields.number("logit_scale", 0.0625),
-    )
+def _read_jais2(fields: Fields) -> Transformer:
+    fields.only(quantization_config=None)
+    bias, mlp_bias = fields.flag("attention_bias", True), fields.flag("mlp_bias", True)
+    mlp = MLPSpec(activation=ACTIVATIONS[fields.get("hidden_act", "relu2")], gated=False, bias=mlp_bias)
+    attention = AttentionSpec(rope=fields.rope(), bias="all" if bias else "none")
+    return decoder(fields, lambda _: BlockSpec(attention, mlp), eps="layer_norm_eps", norm=_LAYER_NORM)
 
 
-def _cohere_attention(fields: Fields) -> AttentionSpec:
-    fields.only(hidden_act="silu", use_qk_norm=False, quantization_config=None)
-    return AttentionSpec(rope=fields.rope(), bias="all" if fields.flag("attention_bias") else "none")
+def _write_jais2(model: Transformer) -> dict[str, Any]:
+    fields = decoder_fields(model, eps="layer_norm_eps") | biases_written(model)
+    return fields | {"hidden_act": _activation(model)}
 
 
-def _read_cohere2(fields: Fields) -> Transformer:
-    fields.ignore(
-        "sliding_window_pattern", "order_of_interleaved_layers", "rotary_pct", "position_embedding_type"
-    )
-    attention, num_layers = _cohere_attention(fields), fields.whole("num_hidden_layers")
-    kinds = fields.layer_types(num_layers, [WINDOWED if (y + 1) % 4 else FULL for y in range(num_layers)])
-    window = fields.whole("sliding_window", 4096)
-    windowed = AttentionSpec(rope=attention.rope, bias=attention.bias, window=window)
-    full = AttentionSpec(rope=None, bias=attention.bias)
-    return decoder(
-        fields,
-        lambda y: BlockSpec(windowed if kinds[y] == WINDOWED else full, norms="parallel_shared"),
-        eps="layer_norm_eps",
-        tied=True,
-        norm=NormSpec("layer"),
-        logit_scale=fields.number("logit_scale", 0.0625),
-    )
+def _read_persimmon(fields: Fields) -> Transformer:
+    fields.only(hidden_dropout=0, quantization_config=None)
+    norm = "head" if fields.flag("qk_layernorm", True) else "none"
+    attention = AttentionSpec(rope=fields.rope(share=0.5), bias="all", qk_norm=norm)
+    mlp = MLPSpec(activation=ACTIVATIONS[fields.get("hidden_act", "relu2")], gated=False, bias=True)
+    return decoder(fields, lambda _: BlockSpec(attention, mlp), eps="layer_norm_eps", norm=_LAYER_NORM)
 
 
-def _write_cohere(model: Transformer) -> dict[str, Any]:
+def _write_persimmon(model: Transformer) -> dict[str, Any]:
     return decoder_fields(model, eps="layer_norm_eps") | {
-        "attention_bias": attention_of(model).bias == "all",
-        "logit_scale": model.logit_scale,
+        "hidden_act": _activation(model),
+        "qk_layernorm": attention_of(model).qk_norm == "head",
     }
 
 
-_INTERLEAVED = {
-    "attention.q_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "NI D"),
-    "attention.q_bias_NH": Tensor("model.layers.{y}.self_attn.q_proj.bias", "NI"),
-    "attention.k_DKH": Tensor("model.layers.{y}.self_attn.k_proj.weight", "KI D"),
-    "attention.k_bias_KH": Tensor("model.layers.{y}.self_attn.k_proj.bias", "KI"),
+def _like_neox(name: str) -> str:
+    name = name.replace("gpt_neox.layers", "model.layers").replace(".attention.", ".self_attn.")
+    return name.replace("gpt_neox.final_layer_norm", "model.final_layernorm")
+
+
+_PERSIMMON_LAYER = "model.layers.{y}.self_attn"
+_PERSIMMON_NAMES = {
+    path: Tensor(_like_neox(tensor.name), tensor.dims, tensor.part) for path, tensor in _NEOX_NAMES.items()
+} | {
+    "embed_VD": NAMES["embed_VD"],
+    "unembed_DV": NAMES["unembed_DV"],
+    "attention.q_norm.scale_H": Tensor(f"{_PERSIMMON_LAYER}.q_layernorm.weight", "H"),
+    "attention.q_norm.bias_H": Tensor(f"{_PERSIMMON_LAYER}.q_layernorm.bias", "H"),
+    "attention.k_norm.scale_H": Tensor(f"{_PERSIMMON_LAYER}.k_layernorm.weight", "H"),
+    "attention.k_norm.bias_H": Tensor(f"{_PERSIMMON_LAYER}.k_layernorm.bias", "H"),
 }
 
+JAIS2 = Family("jais2", "Jais2ForCausalLM", _read_jais2, _write_jais2, NAMES)
+PERSIMMON = Family("persimmon", "PersimmonForCausalLM", _read_persimmon, _write_persimmon, _PERSIMMON_NAMES)
 NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", _read_neox, _write_neox, _NEOX_NAMES)
 STARCODER2 = Family(
     "starcoder2", "Starcoder2ForCausalLM", _read_starcoder2, _write_starcoder2, NAMES | _UNGATED
 )
 NEMOTRON = Family("nemotron", "NemotronForCausalLM", _read_nemotron, _write_nemotron, NAMES)
 STABLELM = Family("stablelm", "StableLmForCausalLM", _read_stablelm, _write_stablelm, NAMES)
-COHERE = Family("cohere", "CohereForCausalLM", _read_cohere, _write_cohere, NAMES | _INTERLEAVED)
-COHERE2 = Family(
-    "cohere2",
-    "Cohere2ForCausalLM",
-    _read_cohere2,
-    lambda m: _write_cohere(m) | layer_types_of(m),
-    NAMES | _INTERLEAVED,
-)

@@ -1,4 +1,4 @@
-"""Families that differ from Llama in a few settings: Granite 3 (arXiv:2405.04324), Arcee, Helium, Hunyuan (dense),
+"""Families that differ from Llama in a few settings: Arcee, Helium, Hunyuan (dense),
 ERNIE 4.5, Seed-OSS, Code World Model, Phi-3 (arXiv:2404.14219) and EXAONE 4 (arXiv:2507.11407).
 """
 
@@ -8,61 +8,30 @@ from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import (
+    ACTIVATIONS,
     FULL,
+    INTERLEAVED,
     NAMES,
     WINDOWED,
     attention_of,
+    biases_in,
+    biases_written,
     decoder,
     decoder_fields,
     layer_types_of,
+    mlp_types_of,
+    moe_of,
 )
+from jtrain.model.families.deepseek_experts import names_of_experts
 from jtrain.model.families.family import Family, Tensor
 from jtrain.model.mlp import MLPSpec
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
-
-
-def _biases(fields: Fields, name: str = "attention_bias", mlp: str = "mlp_bias") -> tuple[Any, bool]:
-    return "all" if fields.flag(name) else "none", fields.flag(mlp)
-
-
-def _biases_written(model: Transformer) -> dict[str, Any]:
-    return {
-        "attention_bias": attention_of(model).bias == "all",
-        "mlp_bias": getattr(model.blocks[0].feed_forward, "bias", False),
-    }
-
-
-def _read_granite(fields: Fields) -> Transformer:
-    fields.only(hidden_act="silu", quantization_config=None)
-    bias, mlp_bias = _biases(fields)
-    attention = AttentionSpec(rope=fields.rope(), bias=bias, scale=fields.number("attention_multiplier", 1.0))
-    block = BlockSpec(
-        attention, MLPSpec(bias=mlp_bias), residual_scale=fields.number("residual_multiplier", 1.0)
-    )
-    return decoder(
-        fields,
-        lambda _: block,
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        logit_scale=1 / fields.number("logits_scaling", 1.0),
-    )
-
-
-def _write_granite(model: Transformer) -> dict[str, Any]:
-    return (
-        decoder_fields(model)
-        | _biases_written(model)
-        | {
-            "attention_multiplier": attention_of(model).scale,
-            "residual_multiplier": model.blocks[0].residual_scale,
-            "embedding_multiplier": model.embedding_scale,
-            "logits_scaling": 1 / model.logit_scale,
-        }
-    )
 
 
 def _read_arcee(fields: Fields) -> Transformer:
     fields.only(hidden_act="relu2", quantization_config=None)
-    bias, mlp_bias = _biases(fields)
+    bias, mlp_bias = biases_in(fields)
     mlp = MLPSpec(activation="relu2", gated=False, bias=mlp_bias)
     attention = AttentionSpec(rope=fields.rope(), bias=bias)
     return decoder(fields, lambda _: BlockSpec(attention, mlp))
@@ -70,21 +39,21 @@ def _read_arcee(fields: Fields) -> Transformer:
 
 def _read_helium(fields: Fields) -> Transformer:
     fields.only(hidden_act="silu", quantization_config=None)
-    bias, mlp_bias = _biases(fields)
+    bias, mlp_bias = biases_in(fields)
     attention = AttentionSpec(rope=fields.rope(theta=100_000.0), bias="qkv" if bias == "all" else "none")
     return decoder(fields, lambda _: BlockSpec(attention, MLPSpec(bias=mlp_bias)))
 
 
 def _write_helium(model: Transformer) -> dict[str, Any]:
     return (
-        decoder_fields(model) | _biases_written(model) | {"attention_bias": attention_of(model).bias == "qkv"}
+        decoder_fields(model) | biases_written(model) | {"attention_bias": attention_of(model).bias == "qkv"}
     )
 
 
 def _read_hunyuan(fields: Fields) -> Transformer:
     fields.only(hidden_act="silu", pretraining_tp=1, quantization_config=None)
     fields.ignore("eod_token_id")
-    bias, _ = _biases(fields)
+    bias, _ = biases_in(fields)
     attention = AttentionSpec(rope=fields.rope(), bias=bias, qk_norm="head", norm_after_rope=True)
     return decoder(fields, lambda _: BlockSpec(attention))
 
@@ -94,6 +63,74 @@ def _read_ernie(fields: Fields) -> Transformer:
     bias = fields.flag("use_bias")
     attention = AttentionSpec(rope=fields.rope(theta=500_000.0), bias="all" if bias else "none")
     return decoder(fields, lambda _: BlockSpec(attention, MLPSpec(bias=bias)), tied=True)
+
+
+def _read_ernie_moe(fields: Fields) -> Transformer:
+    fields.only(hidden_act="silu", use_bias=False, quantization_config=None)
+    fields.ignore("moe_norm_min")  # a guard against a division by zero
+    num_layers, begin = fields.whole("num_hidden_layers"), fields.whole("moe_layer_start_index", 1)
+    end, step = fields.whole("moe_layer_end_index", -1), fields.whole("moe_layer_interval", 1)
+    end = num_layers - 1 if end == -1 else end
+    sparse = [(y + 1) % step == 0 and begin <= y <= end for y in range(num_layers)]
+    attention = AttentionSpec(rope=fields.rope(theta=500_000.0))
+    moe = MoESpec(
+        num_experts=fields.whole("moe_num_experts", 64),
+        top_k=fields.whole("moe_k", 6),
+        d_ff=fields.whole("moe_intermediate_size", 1536),
+        shared_experts=fields.whole("moe_num_shared_experts", 2),
+        correction_bias=True,
+        balance_loss=fields.number("router_aux_loss_coef", 0.001),
+    )
+    return decoder(
+        fields,
+        lambda y: BlockSpec(attention, moe if sparse[y] else MLPSpec()),
+        first=sparse.index(True),
+        tied=True,
+    )
+
+
+def _write_ernie_moe(model: Transformer) -> dict[str, Any]:
+    moe, kinds = moe_of(model), mlp_types_of(model)["mlp_layer_types"]
+    return decoder_fields(model) | {
+        "moe_num_experts": moe.num_experts,
+        "moe_k": moe.top_k,
+        "moe_intermediate_size": moe.d_ff or model.d_ff,
+        "moe_num_shared_experts": moe.shared_experts,
+        "moe_layer_start_index": kinds.index("sparse"),
+        "moe_layer_end_index": len(kinds) - 1 - kinds[::-1].index("sparse"),
+        "router_aux_loss_coef": moe.balance_loss,
+    }
+
+
+def _read_apertus(fields: Fields) -> Transformer:
+    fields.only(hidden_act="xielu", quantization_config=None)
+    attention = AttentionSpec(rope=fields.rope(theta=12e6), bias=biases_in(fields)[0], qk_norm="head")
+    mlp = MLPSpec(activation="xielu", gated=False)
+    return decoder(fields, lambda _: BlockSpec(attention, mlp))
+
+
+def _read_bitnet(fields: Fields) -> Transformer:
+    # Published weights of two bits are packed; those in bfloat16 are not.
+    fields.only(quantization_config=None)
+    attention = AttentionSpec(rope=fields.rope(theta=500_000.0), bias=biases_in(fields)[0], output_norm=True)
+    mlp = MLPSpec(activation=ACTIVATIONS[fields.get("hidden_act", "relu2")], inner_norm=True)
+    return decoder(fields, lambda _: BlockSpec(attention, mlp))
+
+
+_BITNET = {
+    "attention.output_norm.scale_NH": Tensor("model.layers.{y}.self_attn.attn_sub_norm.weight", "NH"),
+    "mlp.inner_scale_F": Tensor("model.layers.{y}.mlp.ffn_sub_norm.weight", "F"),
+}
+
+_XIELU = "model.layers.{y}.mlp.act_fn"
+_APERTUS = {
+    "attention_norm.scale_D": Tensor("model.layers.{y}.attention_layernorm.weight", "D"),
+    "mlp_norm.scale_D": Tensor("model.layers.{y}.feedforward_layernorm.weight", "D"),
+    "mlp.xielu_positive": Tensor(f"{_XIELU}.alpha_p", "1"),
+    "mlp.xielu_negative": Tensor(f"{_XIELU}.alpha_n", "1"),
+    "mlp.xielu_linear": Tensor(f"{_XIELU}.beta", ""),
+    "mlp.xielu_edge": Tensor(f"{_XIELU}.eps", ""),
+}
 
 
 def _read_seed(fields: Fields) -> Transformer:
@@ -109,7 +146,7 @@ def _read_seed(fields: Fields) -> Transformer:
 def _write_seed(model: Transformer) -> dict[str, Any]:
     bias = attention_of(model).bias
     written = {"attention_bias": bias != "none", "attention_out_bias": bias == "all"}
-    return decoder_fields(model) | _biases_written(model) | written | {"residual_dropout": 0.0}
+    return decoder_fields(model) | biases_written(model) | written | {"residual_dropout": 0.0}
 
 
 def _read_cwm(fields: Fields) -> Transformer:
@@ -167,27 +204,20 @@ _AFTER_ROPE = {
     "attention.q_norm.scale_H": Tensor("model.layers.{y}.self_attn.query_layernorm.weight", "H"),
     "attention.k_norm.scale_H": Tensor("model.layers.{y}.self_attn.key_layernorm.weight", "H"),
 }
-_INTERLEAVED = {
-    "attention.q_DNH": Tensor("model.layers.{y}.self_attn.q_proj.weight", "NI D"),
-    "attention.q_bias_NH": Tensor("model.layers.{y}.self_attn.q_proj.bias", "NI"),
-    "attention.k_DKH": Tensor("model.layers.{y}.self_attn.k_proj.weight", "KI D"),
-    "attention.k_bias_KH": Tensor("model.layers.{y}.self_attn.k_proj.bias", "KI"),
-}
 
-GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, _write_granite, NAMES)
 ARCEE = Family(
     "arcee",
     "ArceeForCausalLM",
     _read_arcee,
-    lambda m: decoder_fields(m) | _biases_written(m) | {"hidden_act": "relu2"},
+    lambda m: decoder_fields(m) | biases_written(m) | {"hidden_act": "relu2"},
     NAMES,
 )
-HELIUM = Family("helium", "HeliumForCausalLM", _read_helium, _write_helium, NAMES | _INTERLEAVED)
+HELIUM = Family("helium", "HeliumForCausalLM", _read_helium, _write_helium, NAMES | INTERLEAVED)
 HUNYUAN = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     _read_hunyuan,
-    lambda m: decoder_fields(m) | _biases_written(m),
+    lambda m: decoder_fields(m) | biases_written(m),
     NAMES | _AFTER_ROPE,
 )
 ERNIE = Family(
@@ -195,7 +225,31 @@ ERNIE = Family(
     "Ernie4_5ForCausalLM",
     _read_ernie,
     lambda m: decoder_fields(m) | {"use_bias": attention_of(m).bias == "all"},
-    NAMES | _INTERLEAVED,
+    NAMES | INTERLEAVED,
+)
+ERNIE_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    _read_ernie_moe,
+    _write_ernie_moe,
+    NAMES
+    | INTERLEAVED
+    | names_of_experts()
+    | {"mlp.router_bias_X": Tensor("model.layers.{y}.mlp.moe_statics.e_score_correction_bias", "1 X")},
+)
+APERTUS = Family(
+    "apertus",
+    "ApertusForCausalLM",
+    _read_apertus,
+    lambda m: decoder_fields(m) | {"hidden_act": "xielu", "attention_bias": attention_of(m).bias == "all"},
+    NAMES | _APERTUS,
+)
+BITNET = Family(
+    "bitnet",
+    "BitNetForCausalLM",
+    _read_bitnet,
+    lambda m: decoder_fields(m) | {"hidden_act": "relu2", "attention_bias": attention_of(m).bias == "all"},
+    NAMES | _BITNET,
 )
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed, _write_seed, NAMES)
 CWM = Family("cwm", "CwmForCausalLM", _read_cwm, lambda m: decoder_fields(m) | layer_types_of(m), NAMES)

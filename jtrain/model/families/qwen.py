@@ -16,7 +16,7 @@ from jtrain.model.families.decoder import (
     layer_types_of,
     moe_of,
 )
-from jtrain.model.families.family import Family
+from jtrain.model.families.family import Family, Names, Tensor
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -120,6 +120,48 @@ def _write_qwen3_moe(model: Transformer) -> dict[str, Any]:
     )
 
 
+def _read_qwen2_moe(fields: Fields) -> Transformer:
+    fields.only(hidden_act="silu", quantization_config=None)
+    num_layers, window = fields.whole("num_hidden_layers"), fields.get("sliding_window", 4096)
+    begin = fields.get("max_window_layers", 28)
+    begin = begin if fields.flag("use_sliding_window") else 0
+    default = [WINDOWED if y < begin and y % 2 == 0 else FULL for y in range(num_layers)]
+    kinds, rope = fields.layer_types(num_layers, default), fields.rope()
+    moe = MoESpec(
+        num_experts=fields.whole("num_experts", 60),
+        top_k=fields.whole("num_experts_per_tok", 4),
+        normalize_top_k=fields.flag("norm_topk_prob"),
+        shared_d_ff=fields.whole("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+        balance_loss=fields.number("router_aux_loss_coef", 0.001),
+    )
+    dense, step = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
+    mlp, bias = MLPSpec(d_ff=fields.get("intermediate_size")), fields.flag("qkv_bias", True)
+
+    def block(layer: int) -> BlockSpec:
+        attention = AttentionSpec(
+            rope=rope, bias="qkv" if bias else "none", window=window if kinds[layer] == WINDOWED else None
+        )
+        return BlockSpec(attention, moe if layer not in dense and (layer + 1) % step == 0 else mlp)
+
+    return decoder(fields, block, d_ff="moe_intermediate_size")
+
+
+def _write_qwen2_moe(model: Transformer) -> dict[str, Any]:
+    moe, fields = moe_of(model), _write_qwen3_moe(model)
+    del fields["attention_bias"]
+    shared = moe.shared_d_ff or moe.shared_experts * (moe.d_ff or model.d_ff)
+    qkv_bias = attention_of(model).bias == "qkv"
+    return fields | {"qkv_bias": qkv_bias, "shared_expert_intermediate_size": shared}
+
+
+_SHARED: Names = {
+    "mlp.shared.gate_DF": Tensor("model.layers.{y}.mlp.shared_expert.gate_proj.weight", "F D"),
+    "mlp.shared.up_DF": Tensor("model.layers.{y}.mlp.shared_expert.up_proj.weight", "F D"),
+    "mlp.shared.down_FD": Tensor("model.layers.{y}.mlp.shared_expert.down_proj.weight", "D F"),
+    "mlp.shared_gate_D": Tensor("model.layers.{y}.mlp.shared_expert_gate.weight", "1 D"),
+}
+
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", _read_qwen2, lambda m: decoder_fields(m) | _window_fields(m), NAMES
 )
@@ -131,3 +173,4 @@ QWEN3 = Family(
     NAMES,
 )
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, NAMES)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, NAMES | _SHARED)

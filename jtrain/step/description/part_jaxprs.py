@@ -148,7 +148,9 @@ def unread_losses(layout_class: LayoutClass) -> int:
     """Number of the last results of layers that nobody reads: only gradients read the routers' losses, those
     that layers save or compute again.
     """
-    return len(dataclasses.fields(RouterLosses)) if layout_class.moe and not layout_class.staged else 0
+    if layout_class.moe is None or layout_class.staged:
+        return 0
+    return len(dataclasses.fields(RouterLosses)) - (not layout_class.moe.bias_update_rate)
 
 
 def _ends(layout: Layout, model: Transformer, params: Params) -> Ends:

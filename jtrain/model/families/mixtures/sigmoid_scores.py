@@ -13,6 +13,7 @@ from jtrain.model.families.decoder import (
     decoder,
     decoder_fields,
     layer_types_of,
+    mlp_types_of,
     moe_of,
 )
 from jtrain.model.families.deepseek_experts import experts_in, experts_written, names_of_experts
@@ -97,9 +98,7 @@ def _read_exaone_moe(fields: Fields) -> Transformer:
     period = fields.get("sliding_window_pattern", 4)
     default = [WINDOWED if (y + 1) % period else FULL for y in range(num_layers)]
     kinds, rope = fields.layer_types(num_layers, default), fields.rope()
-    dense = fields.whole("first_k_dense_replace", 1)
-    default = ["dense"] * dense + ["sparse"] * (num_layers - dense)
-    experts = [kind == "sparse" for kind in fields.get("mlp_layer_types", default)]
+    experts = fields.sparse_layers(num_layers, dense=fields.whole("first_k_dense_replace", 1))
     moe = MoESpec(
         num_experts=fields.whole("num_experts"),
         top_k=fields.whole("num_experts_per_tok"),
@@ -131,12 +130,10 @@ def _write_exaone_moe(model: Transformer) -> dict[str, Any]:
         decoder_fields(model)
         | layer_types_of(model)
         | fields
+        | mlp_types_of(model)
         | {
             "num_experts": moe.num_experts,
             "num_shared_experts": moe.shared_experts,
-            "mlp_layer_types": [
-                "dense" if isinstance(block.feed_forward, MLPSpec) else "sparse" for block in model.blocks
-            ],
         }
     )
 

@@ -1,0 +1,1 @@
+"""Families of mixtures of experts that have a file of their own."""
