@@ -237,7 +237,7 @@ def test_verify_reads_an_index_behind_a_url(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # its cache keeps the lengths
     with web_store() as store:
-        store.files |= {f"web/{path.name}": path.read_bytes() for path in (indexes / "web").iterdir()}
+        store.files.update({f"web/{path.name}": path.read_bytes() for path in (indexes / "web").iterdir()})
         assert main(["verify", "--from", f"{store.url}/web"]) == 0
         assert capsys.readouterr().out.startswith("web: intact (60 records")
         store.files["web/ids.bin"] = bytes(len(store.files["web/ids.bin"]))

@@ -25,7 +25,7 @@ def logits(attention: AttentionSpec, segments: list[int], positions: list[int]) 
     model = Transformer(**SIZES, pattern=(BlockSpec(attention),))
     params = init_params(model.param_infos(), seed=0, dtype="float32")
     token_BL, position_BL, segment_BL = map(
-        jnp.asarray, (TOKENS, np.int32([positions]), np.int32([segments]))
+        jnp.asarray, (TOKENS, np.array([positions], np.int32), np.array([segments], np.int32))
     )
     return np.asarray(model.logits(params, Batch(token_BL, token_BL, position_BL, segment_BL)))
 

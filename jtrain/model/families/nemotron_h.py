@@ -83,7 +83,7 @@ def _write(model: Transformer) -> dict[str, Any]:
     fields = decoder_fields(model, attentions=attentions_or_none(model), eps="layer_norm_epsilon")
     for name in ("hidden_act", "num_hidden_layers", "rope_theta", "rope_scaling"):
         del fields[name]
-    names = {activation: name for name, activation in ACTIVATIONS.items()}
+    names: dict[Any, str] = {activation: name for name, activation in ACTIVATIONS.items()}
     return fields | {
         "layers_block_type": [_kind(block) for block in model.blocks],
         "mlp_hidden_act": names[moe.activation],

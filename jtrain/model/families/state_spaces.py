@@ -151,7 +151,6 @@ def _read_mamba2(fields: Fields) -> Transformer:
         norm_groups=fields.whole("n_groups", 8),
         min_step=_min_step(fields),
     )
-    sizes = dict(num_heads=mamba.num_heads, num_kv_heads=mamba.num_heads, head_dim=mamba.head_dim)
     return Transformer(
         num_layers=fields.whole("num_hidden_layers"),
         d_model=fields.whole("hidden_size"),
@@ -161,7 +160,9 @@ def _read_mamba2(fields: Fields) -> Transformer:
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         pattern=(BlockSpec(mamba, None),),
-        **sizes,
+        num_heads=mamba.num_heads,
+        num_kv_heads=mamba.num_heads,
+        head_dim=mamba.head_dim,
     )
 
 

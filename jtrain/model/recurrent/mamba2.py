@@ -175,7 +175,7 @@ class Mamba2(Mixer):
 
     def _project(self, x_BLD: Array, tensor: TensorAxis) -> dict[str, Array]:
         kernels = [getattr(self, f"{name}_D{self.letters[name]}")[...] for name in _PROJECTIONS]
-        projected = dict(zip(_PROJECTIONS, tensor.project_in(x_BLD, *kernels), strict=True))
+        projected: dict[str, Array] = dict(zip(_PROJECTIONS, tensor.project_in(x_BLD, *kernels), strict=True))
         for name, scale in zip(_PROJECTIONS, self.spec.scales, strict=True):
             x = projected[name]
             if self.spec.bias:

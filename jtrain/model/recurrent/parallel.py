@@ -1,6 +1,8 @@
 """Mixers beside each other in one branch, whose results are added (Falcon-H1, arXiv:2507.22448)."""
 
 import dataclasses
+import functools
+import operator
 from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Float, Int
@@ -9,7 +11,7 @@ from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
 from jtrain.model.norm import NormSpec
-from jtrain.model.rope import RopeSpec
+from jtrain.model.rope import Positions, RopeSpec
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
 
@@ -42,7 +44,7 @@ class ParallelSpec(MixerSpec):
         """Each mixer with the sizes that it takes from the model."""
         return dataclasses.replace(self, mixers=tuple(mixer.with_sizes(sizes) for mixer in self.mixers))
 
-    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
+    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
         """Rotary positions of the mixer that has them."""
         rotations = (mixer.rotation(sizes) for mixer in self.mixers)
         return next((rotation for rotation in rotations if rotation is not None), None)
@@ -96,4 +98,5 @@ class Parallel(Mixer):
         return self._sum(y_BLD for y_BLD, _ in results), tuple(own for _, own in results)
 
     def _sum(self, outputs: Any) -> Float[Array, "B _ D"]:
-        return sum(y_BLD * scale for y_BLD, scale in zip(outputs, self.spec.scales, strict=True))
+        first_BLD, *others = (y_BLD * scale for y_BLD, scale in zip(outputs, self.spec.scales, strict=True))
+        return functools.reduce(operator.add, others, first_BLD)

@@ -50,7 +50,7 @@ def test_the_stream_behind_a_url_is_that_of_the_local_folder(
     want = batches(folder, tmp_path / "cache")
     with web_store() as store:
         files = [path for path in folder.rglob("*") if path.is_file()]
-        store.files |= {f"prepared/{path.relative_to(folder)}": path.read_bytes() for path in files}
+        store.files.update({f"prepared/{path.relative_to(folder)}": path.read_bytes() for path in files})
         found = batches(f"{store.url}/prepared/", tmp_path / "cache", engine=engine)
         assert all(r.range for r in store.requests if r.method == "GET" and r.path.endswith(".bin"))
     assert len(found) == len(want) > 20

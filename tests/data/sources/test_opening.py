@@ -153,7 +153,7 @@ def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(
     """
     turn = threading.Lock()
     with gs_store(monkeypatch) as store:
-        store.files |= {file.name: file.read_bytes() for file in folder.iterdir()}
+        store.files.update({file.name: file.read_bytes() for file in folder.iterdir()})
         content = store.content
 
         def slowly(name: str, request: Any) -> Any:
