@@ -124,9 +124,11 @@ class Attention(Mixer):
         d_model, std = sizes.d_model, sizes.d_model**-0.5
         self.q_DNH = weight("DNH", (d_model, num_heads, head_dim), std=std, layers=layers)
         self.k_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
-        self.v_DKH = weight("DKH", (d_model, num_kv_heads, value_dim), std=std, layers=layers)
+        # Names stay those of the usual case, of which P is H.
+        p = "H" if value_dim == head_dim else "P"
+        self.v_DKH = weight(f"DK{p}", (d_model, num_kv_heads, value_dim), std=std, layers=layers)
         out_std = sizes.branch_std(num_heads * value_dim)
-        self.o_NHD = weight("NHD", (num_heads, value_dim, d_model), std=out_std, layers=layers)
+        self.o_NHD = weight(f"N{p}D", (num_heads, value_dim, d_model), std=out_std, layers=layers)
         if spec.sink:
             self.sink_N = vector("N", (num_heads,), ones=False, layers=layers)
         if spec.gate and spec.gate_per_head:
@@ -136,7 +138,7 @@ class Attention(Mixer):
         if spec.bias != "none":
             self.q_bias_NH = vector("NH", (num_heads, head_dim), ones=False, layers=layers)
             self.k_bias_KH = vector("KH", (num_kv_heads, head_dim), ones=False, layers=layers)
-            self.v_bias_KH = vector("KH", (num_kv_heads, value_dim), ones=False, layers=layers)
+            self.v_bias_KH = vector(f"K{p}", (num_kv_heads, value_dim), ones=False, layers=layers)
         if spec.bias == "all":
             self.o_bias_D = vector("D", (d_model,), ones=False, layers=layers)
         norm_options: Any = dict(spec=norm, eps=sizes.norm_eps, layers=layers)

@@ -291,7 +291,13 @@ MIMO_V2_FLASH = Family(
     "MiMoV2FlashForCausalLM",
     _read_mimo,
     _write_mimo,
-    NAMES | names_of_experts() | {"attention.sink_N": Tensor(f"{_LAYER}.self_attn.attention_sink_bias", "N")},
+    NAMES
+    | names_of_experts()
+    | {
+        "attention.v_DKH": Tensor(f"{_LAYER}.self_attn.v_proj.weight", "KP D"),
+        "attention.o_NHD": Tensor(f"{_LAYER}.self_attn.o_proj.weight", "D NP"),
+        "attention.sink_N": Tensor(f"{_LAYER}.self_attn.attention_sink_bias", "N"),
+    },
 )
 GRANITE_SWA = Family("granite_swa", "GraniteSWAForCausalLM", _read_granite, _write_granite, NAMES | SINKS)
 GRANITEMOE_SWA = Family(
