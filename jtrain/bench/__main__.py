@@ -139,7 +139,8 @@ def bench(argv: Sequence[str]) -> int:
     if name is None:
         parse((), argv, listing)
         print(listing)
-        return 0
+        print("next: jtrain bench tiny", file=sys.stderr)
+        return exit_codes.DONE
     if name not in files:
         message = f"no benchmark {name}. {did_you_mean(name, files)}There are: {', '.join(files)}."
         if not in_checkout():
@@ -158,6 +159,7 @@ def bench(argv: Sequence[str]) -> int:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
     if rows and not getattr(module, "PRINTS", False):
         print_table(rows)
+    print("next: jtrain bench", file=sys.stderr)
     missed = any(meets_bar(row) is False for row in rows)
     # A missed bar is a failure only for benchmarks whose bars are claims of correctness.
     return exit_codes.BUG if missed and getattr(module, "MUST_MEET", False) else exit_codes.DONE

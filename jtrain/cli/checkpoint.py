@@ -5,6 +5,7 @@ runs/tiny`.
 import contextlib
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,17 +157,28 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]]) -> Command:
-    return Command(summary, functools.partial(execute, show), add_options, subject="workdir")
+def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]], then: str) -> Command:
+    """Makes a command about the checkpoints of a run; `then` begins the command after it."""
+    return Command(
+        summary,
+        functools.partial(execute, show),
+        add_options,
+        subject="workdir",
+        then=lambda args: f"jtrain {then} --workdir {shlex.quote(args.workdir)}",
+    )
 
 
 VERB = Verb(
     "checkpoint",
     summary="list, show and verify the checkpoints of a run",
     commands={
-        "list": _command("print step, date and size of each checkpoint", _list),
-        "show": _command("print leaves, data state and config of the newest checkpoint, or of --step", _show),
-        "verify": _command("read every file and compare its hash; exits 2 if one is damaged", _verify),
+        "list": _command("print step, date and size of each checkpoint", _list, "checkpoint verify"),
+        "show": _command(
+            "print leaves, data state and config of the newest checkpoint, or of --step", _show, "generate"
+        ),
+        "verify": _command(
+            "read every file and compare its hash; exits 2 if one is damaged", _verify, "checkpoint show"
+        ),
     },
 )
 main = VERB.main

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jtrain.cli.options import add_config, add_json
+from jtrain.cli.options import add_config, add_json, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import FileError, UserError
@@ -316,6 +316,23 @@ def _with_dataset(show: Callable[[Args, "Run", "TextDataset"], int], args: Args)
     return show(args, run, dataset)
 
 
+def _of_run(command: str, args: Args) -> str:
+    """A command about the run that the options name."""
+    return shlex.join(["jtrain", *command.split(), *config_words(args)])
+
+
+def _verified(args: Args) -> str:
+    return shlex.join(["jtrain", "data", "verify", "--from", str(args.out)])
+
+
+def _sampled(args: Args) -> str:
+    """`--config=mixture` reads the samples where the docs put them; another folder is a source by itself."""
+    from jtrain.data.sources.sample import FILES
+
+    path = args.out / next(iter(FILES.values()))
+    return shlex.join(["jtrain", "data", "inspect", "--config=tiny", "--set", f"data.path={path}"])
+
+
 VERB = Verb(
     "data",
     summary="prepare and inspect the data of a run",
@@ -327,6 +344,7 @@ VERB = Verb(
             "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a "
             "disk that they share. If one is killed, the others or the same command continue; the final "
             "bytes are the same.",
+            then=_verified,
         ),
         "adopt": Command(
             "make an index of token files that another project prepared, which stay where they are",
@@ -336,6 +354,7 @@ VERB = Verb(
             "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: "
             "its ids are copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML "
             "MDS, Parquet with input_ids.",
+            then=_verified,
         ),
         "verify": Command(
             "check the indexes that `prepare` and `adopt` wrote against their hashes",
@@ -343,6 +362,7 @@ VERB = Verb(
             add_verify_options,
             "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
             "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
+            then=lambda args: f"jtrain launch --config=NAME --set data.prepared={shlex.quote(args.folder)}",
         ),
         "inspect": Command(
             "print the documents of one step: their sources, places in the batch and text; or the order of "
@@ -351,23 +371,27 @@ VERB = Verb(
             add_inspect_options,
             "Prints the documents of one step. Plans and reads every step before it too: about a second per "
             "50 million bytes, longer with a tokenizer other than bytes.",
+            then=functools.partial(_of_run, "data plan"),
         ),
         "plan": Command(
             "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
             functools.partial(_with_dataset, plan),
             add_run,
             "Opens the sources, but starts no process.",
+            then=functools.partial(_of_run, "data bench"),
         ),
         "bench": Command(
             "read batches as fast as possible, and print throughput, memory and balance",
             functools.partial(_with_dataset, bench),
             add_bench_options,
             "Runs the data plane of a config without a trainer.",
+            then=functools.partial(_of_run, "launch"),
         ),
         "sample": Command(
             "write six small sources in six formats, from text on this machine, for --config=mixture",
             sample,
             add_sample_options,
+            then=_sampled,
         ),
     },
 )

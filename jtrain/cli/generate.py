@@ -1,6 +1,7 @@
 """Text sampled from a checkpoint: `python -m jtrain.generate --workdir runs/tiny --prompt "def "`."""
 
 import os
+import shlex
 
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
@@ -55,5 +56,14 @@ def generate(args: Args) -> int:
     return 0
 
 
-VERB = Verb("generate", Command("sample text from a checkpoint", generate, add_options, subject="workdir"))
+VERB = Verb(
+    "generate",
+    Command(
+        "sample text from a checkpoint",
+        generate,
+        add_options,
+        subject="workdir",
+        then=lambda args: f"jtrain checkpoint list --workdir {shlex.quote(args.workdir)}",
+    ),
+)
 main = VERB.main

@@ -8,11 +8,12 @@ python -m jtrain.hf prove models/Llama-3.1-8B --torch-python T/bin/python
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from jtrain.cli import hf_inspect
-from jtrain.cli.options import add_config, add_json, add_step, add_workdir
+from jtrain.cli.options import add_config, add_json, add_step, add_workdir, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb, WrongValue, write_json
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
@@ -150,6 +151,12 @@ def _start_jax() -> None:
     start_jax(os.environ, emulate_devices=1)
 
 
+def _imported(folder: str) -> str:
+    """The command that trains on from a directory; NAME is the config of its model."""
+    words = ["jtrain", "hf", "import", "--from", folder, "--workdir", f"{folder.rstrip('/')}-imported"]
+    return shlex.join([*words, "--config=NAME"])
+
+
 VERB = Verb(
     "hf",
     summary="convert checkpoints to Hugging Face directories and back, and inspect and prove what is in them",
@@ -160,6 +167,7 @@ VERB = Verb(
             add_export_options,
             "Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
             subject="workdir",
+            then=lambda args: _imported(str(args.out)),
         ),
         "import": Command(
             "write a workdir whose step 0 has the weights of such a directory",
@@ -169,6 +177,9 @@ VERB = Verb(
             "batch. `python -m jtrain.launch` with the same --workdir, --config, --with and --set continues "
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
+            then=lambda args: shlex.join(
+                ["jtrain", "launch", *config_words(args), "--workdir", args.workdir]
+            ),
         ),
         "inspect": hf_inspect.COMMAND,
         "prove": Command(
@@ -181,6 +192,7 @@ VERB = Verb(
             "of a folder are not read.",
             exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
+            then=lambda args: _imported(args.source if Path(args.source).is_dir() else "DIR"),
         ),
     },
 )

@@ -1,5 +1,6 @@
 """Command line of `python -m jtrain.hf inspect`: what a config.json describes, and what its training needs."""
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
@@ -106,4 +107,5 @@ COMMAND = Command(
     "model_type without a family is offered as the nearest one.",
     exits="Exit codes: 0 the model can be imported; 2 it cannot, or an option is wrong: the message says why.",
     subject="source",
+    then=lambda args: shlex.join(["jtrain", "hf", "prove", args.source]),
 )

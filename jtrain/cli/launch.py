@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -157,6 +158,17 @@ def compile_for(topology: str, run_config: Any) -> int:
     return 0
 
 
+def then(args: Args) -> str:
+    """The command that trains, after one that only printed; a run that trained names its own."""
+    if not (args.print_config or args.dry_run) or os.environ.get("JTRAIN_PROCESS_ID", "0") != "0":
+        return ""
+    options = Parser("", description="", epilog="")
+    options.add_argument("--topology")
+    options.add_argument("--dry-run", action="store_true")
+    options.add_argument("--print-config", action="store_true")
+    return shlex.join(["jtrain", "launch", *options.parse_known_args(args.words)[1]])
+
+
 VERB = Verb(
     "launch",
     Command(
@@ -166,6 +178,7 @@ VERB = Verb(
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
         exits=exit_codes.line(*exit_codes.MEANINGS) + " With --supervise also 128 + a signal.",
         subject="config",
+        then=then,
     ),
 )
 main = VERB.main

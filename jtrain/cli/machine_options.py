@@ -45,6 +45,12 @@ def add_count(parser: Parser, what: str = "devices (default: those of the config
     parser.add_argument("--count", type=int, metavar="N", help=what)
 
 
+def machine_words(args: Args, *, count: bool = True) -> list[str]:
+    """The options of `add_device` and, with `count`, `add_count` as they were given."""
+    values = {name: getattr(args, name) for name in ("device", "machine", *["count"] * count)}
+    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+
+
 def start_without_devices() -> None:
     """Starts JAX for a plan: it is for another machine, so JAX must not look for devices of this one."""
     os.environ.update(AOT_ENVIRONMENT)

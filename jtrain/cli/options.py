@@ -2,11 +2,12 @@
 write.
 """
 
+import itertools
 import math
 import re
 from pathlib import Path
 
-from jtrain.cli.run import STDOUT, Parser, WrongValue
+from jtrain.cli.run import STDOUT, Args, Parser, WrongValue
 from jtrain.runtime.accelerators import DEVICES
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -39,6 +40,12 @@ def add_config(parser: Parser, *, required: bool = True) -> None:
         metavar="PATH=VALUE",
         help="set one field, after fiddlers",
     )
+
+
+def config_words(args: Args) -> list[str]:
+    """The options of `add_config` as they were given, for a command about the same config."""
+    options = [("--with", name) for name in args.fiddlers] + [("--set", text) for text in args.sets]
+    return [f"--config={args.config}", *itertools.chain.from_iterable(options)]
 
 
 def add_workdir(

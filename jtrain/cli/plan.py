@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jtrain.cli import plan_cost, plan_ecmp, plan_network, plan_pipeline, plan_walls
-from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
-from jtrain.cli.options import add_config, add_json, output_file, share
+from jtrain.cli.machine_options import (
+    add_count,
+    add_machine,
+    machine_and_price,
+    machine_words,
+    start_without_devices,
+)
+from jtrain.cli.options import add_config, add_json, config_words, output_file, share
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
 from jtrain.runtime.platform import use_unified_memory
@@ -140,15 +146,11 @@ def command(args: Args, values: dict[str, str], settings: dict[str, object]) -> 
       values: path -> value as text, of the config.
       settings: path -> value that the search chose.
     """
-    words = ["python", "-m", "jtrain.launch", f"--config={args.config}"]
-    for fiddler in args.fiddlers:
-        words += ["--with", fiddler]
+    words = ["python", "-m", "jtrain.launch", *config_words(args)]
     settings = settings | {"layout.auto": False}  # otherwise the launch would decide again
     # Only what differs from the config: the command stays short.
     decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != values[path]]
-    for text in [*args.sets, *decided]:
-        words += ["--set", text]
-    return shlex.join(words)
+    return shlex.join([*words, *(word for text in decided for word in ("--set", text))])
 
 
 def confirm(
@@ -209,7 +211,8 @@ def search_command(
     compiled_by_index, best_index = confirm(args, run, task, points, console) if args.compile else ({}, 0)
     print_blocks([search_table(task, points[: max(10, args.top or TOP)], compiled_by_index)], console)
     console.print(f"the fastest{' that the compiler confirms' if compiled_by_index else ''}:", style="bold")
-    print(command(args, values, points[best_index].settings), flush=True)
+    args.launch = command(args, values, points[best_index].settings)
+    print(args.launch, flush=True)
     return points[best_index], compiled_by_index.get(best_index)
 
 
@@ -322,6 +325,13 @@ def execute(args: Args) -> int:
     return 0
 
 
+def _then(args: Args) -> str:
+    """The command that trains as the search found; the search, for a plan of a layout that was given."""
+    if args.search:
+        return str(args.launch)
+    return shlex.join(["jtrain", "plan", *config_words(args), *machine_words(args), "--search"])
+
+
 VERB = Verb(
     "plan",
     Command(
@@ -334,10 +344,14 @@ VERB = Verb(
             "change."
         ),
         subject="config",
+        then=_then,
     ),
     {
         "table": Command(
-            "print the memory that each strategy saves, and the time that it costs", print_tables, add_json
+            "print the memory that each strategy saves, and the time that it costs",
+            print_tables,
+            add_json,
+            then=lambda args: "jtrain plan llama8b --device h200 --count 8",
         ),
         "pipeline": plan_pipeline.COMMAND,
         "network": plan_network.COMMAND,

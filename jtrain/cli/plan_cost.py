@@ -2,11 +2,12 @@
 15T`.
 """
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jtrain.cli.machine_options import add_machine, machine_and_price, start_without_devices
-from jtrain.cli.options import add_config, add_json, number
+from jtrain.cli.machine_options import add_machine, machine_and_price, machine_words, start_without_devices
+from jtrain.cli.options import add_config, add_json, config_words, number
 from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
 
@@ -197,4 +198,7 @@ COMMAND = Command(
         "size has the fastest layout that fits, and the checkpoint interval that loses the least."
     ),
     subject="config",
+    then=lambda args: shlex.join(
+        ["jtrain", "plan", *config_words(args), *machine_words(args, count=False), "--search"]
+    ),
 )

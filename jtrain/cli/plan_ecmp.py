@@ -2,6 +2,9 @@
 spine.
 """
 
+import shlex
+
+from jtrain.cli.machine_options import machine_words
 from jtrain.cli.plan_network import add_fabric_options, fabric_of
 from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
@@ -83,5 +86,8 @@ COMMAND = Command(
     description=(
         "Loads of links when switches hash flows over them (ECMP), by queue pairs per connection: "
         "drawn at random and exact. With a machine, what an all-reduce gains, and NCCL's variables."
+    ),
+    then=lambda args: shlex.join(
+        ["jtrain", "plan", "network", *(machine_words(args) or ["--device", "h100", "--count", "64"])]
     ),
 )

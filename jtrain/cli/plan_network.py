@@ -2,9 +2,10 @@
 all-reduce`.
 """
 
+import shlex
 from typing import TYPE_CHECKING
 
-from jtrain.cli.machine_options import add_count, add_device
+from jtrain.cli.machine_options import add_count, add_device, machine_words
 from jtrain.cli.options import add_json, output_file, size
 from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
@@ -99,4 +100,5 @@ COMMAND = Command(
         "model, which says what NCCL will choose, and level by level for any library, with what the spine "
         "leaves."
     ),
+    then=lambda args: shlex.join(["jtrain", "plan", "walls", *machine_words(args)]),
 )

@@ -3,13 +3,20 @@
 """
 
 import functools
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
-from jtrain.cli.options import add_config, add_json, output_file
+from jtrain.cli.machine_options import (
+    add_count,
+    add_machine,
+    machine_and_price,
+    machine_words,
+    start_without_devices,
+)
+from jtrain.cli.options import add_config, add_json, config_words, output_file
 from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
 from jtrain.pipeline.families import FAMILIES, make_schedule
@@ -243,6 +250,18 @@ def execute(args: Args) -> int:
     return 0
 
 
+def _then(args: Args) -> str:
+    """The command with one schedule, then its page; with a config, the plan of its step."""
+    words = ["jtrain", "plan", "pipeline", *args.words]
+    if args.schedule is None and args.csv is None:
+        return shlex.join([*words, "--schedule", "1f1b"])
+    if args.html is None:
+        return shlex.join([*words, "--html", "schedule.html"])
+    if args.config is not None:
+        return shlex.join(["jtrain", "plan", *config_words(args), *machine_words(args)])
+    return "jtrain plan table"
+
+
 COMMAND = Command(
     "show who computes what when in a pipeline, or compare schedules",
     execute,
@@ -250,4 +269,5 @@ COMMAND = Command(
     description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
     "compares all schedules. With --config and --device, in seconds and bytes of that machine.",
     subject="config",
+    then=_then,
 )

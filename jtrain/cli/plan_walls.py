@@ -5,8 +5,15 @@ data-movement wall), or with any number of devices (the latency wall). See `plan
 """
 
 import dataclasses
+import shlex
 
-from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
+from jtrain.cli.machine_options import (
+    add_count,
+    add_machine,
+    machine_and_price,
+    machine_words,
+    start_without_devices,
+)
 from jtrain.cli.options import add_json, number
 from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
@@ -114,5 +121,8 @@ COMMAND = Command(
     description=(
         "How large a run of so many days can be: up to where it scales linearly (the data-movement "
         "wall), and where no number of devices helps (the latency wall), with what binds and how both move."
+    ),
+    then=lambda args: shlex.join(
+        ["jtrain", "plan", "cost", "llama8b", *machine_words(args, count=False), "--tokens", "15T"]
     ),
 )

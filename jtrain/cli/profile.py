@@ -167,6 +167,10 @@ def export(args: Args) -> int:
     return 0
 
 
+def _exported(args: Args) -> str:
+    return shlex.join(["jtrain", "profile", "export", "--workdir", args.workdir, "--perfetto"])
+
+
 VERB = Verb(
     "profile",
     Command(
@@ -179,6 +183,7 @@ VERB = Verb(
             "next."
         ),
         subject="workdir",
+        then=_exported,
     ),
     {
         "compare": Command(
@@ -191,6 +196,7 @@ VERB = Verb(
                 "device and step."
             ),
             subject="workdir",
+            then=_exported,
         ),
         "export": Command(
             "write a trace for ui.perfetto.dev",
@@ -202,6 +208,7 @@ VERB = Verb(
                 "same clocks."
             ),
             subject="workdir",
+            then=lambda args: shlex.join(["jtrain", "profile", "--workdir", args.workdir]),
         ),
     },
 )

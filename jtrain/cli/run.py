@@ -106,6 +106,7 @@ class Command:
     exits: what the exit codes mean here.
     subject: option whose value may stand alone, first: with `config`, `plan llama8b` is `plan --config
       llama8b`.
+    then: returns the command that a user would run next; "" for none.
     ignores_unknown: True for a command that is given the options of another one.
     """
 
@@ -116,6 +117,7 @@ class Command:
     exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
     subject: Literal["", "config", "workdir", "source"] = ""
     ignores_unknown: bool = False
+    then: Callable[[Args], str] = lambda args: ""
 
     def parser(self, prog: str, listing: str = "") -> Parser:
         """Returns the parser of the options."""
@@ -136,7 +138,12 @@ class Command:
         # JSON on the standard output is alone there, without the tables of the command.
         as_json = getattr(args, "json", None) == STDOUT
         with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
-            return self.execute(args)
+            code = self.execute(args)
+        # After the output, and on the error stream: a pipe gets what the command prints, and no advice.
+        sys.stdout.flush()
+        if code == exit_codes.DONE and (next_command := self.then(args)):
+            print(f"next: {without_secrets(next_command)}", file=sys.stderr)
+        return code
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,12 +106,12 @@ def _with_mesh_of(config: fdl.Config[Run], count: int) -> list[str]:
         # `data` also absorbs `replica`; with `auto`, `replica` keeps its size and `data` is 1 here.
         other_devices //= one_data_mesh.replica * one_data_mesh.shape["data"]
     if count % other_devices:
-        axes = " * ".join(
-            f"mesh.{axis}={size}" for axis, size in one_data_mesh.shape.items() if size > 1 and axis != "data"
-        )
+        sizes = {axis: size for axis, size in one_data_mesh.shape.items() if size > 1 and axis != "data"}
+        axes = " * ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         raise UserError(
-            f"{count} devices are not a multiple of {axes} = {other_devices}. Use a multiple of "
-            f"{other_devices}, or --set them to 1."
+            f"{count} devices are not a multiple of {axes} = {other_devices}. Use --count "
+            f"{max(count - count % other_devices, other_devices)}, or "
+            f"{' '.join(f'--set mesh.{axis}=1' for axis in sizes)}."
         )
     if is_auto:
         config.mesh.data = count // other_devices

@@ -49,11 +49,15 @@ _MAX_PER_STAGE = 16
 """Microbatches per stage from which on more hardly shorten the bubble: at most 1 / 16 of a step."""
 
 
-def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches that split a device's sequences evenly, and that a pipeline can use."""
+def microbatch_options(rows: int, stages: int, *, multiple_of: int = 1) -> tuple[int, ...]:
+    """Numbers of microbatches that split a device's sequences evenly, and that a pipeline can use.
+
+    Args:
+      multiple_of: microbatches that a schedule runs as a group.
+    """
     # With fewer microbatches than stages some worker always waits.
     max_microbatches = rows if stages == 1 else _MAX_PER_STAGE * stages
-    return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches)
+    return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches and n % multiple_of == 0)
 
 
 def divisors(n: int) -> list[int]:

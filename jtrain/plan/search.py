@@ -235,7 +235,9 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
         try:
             # One job for all layouts of a ZeRO stage: they shard the parameters alike.
             job = task.job.relaid(specs[0], mesh)
-            parts = microbatch_options(job.rows(), mesh.stage)
+            # Other numbers are refused when the schedule is made.
+            in_groups = job.layout.pipeline_spec.schedule == "interleaved"
+            parts = microbatch_options(job.rows(), mesh.stage, multiple_of=mesh.stage if in_groups else 1)
             check_layout(job.optimizer, job.layout)
         except ValueError:
             continue  # does not split evenly

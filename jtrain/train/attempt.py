@@ -5,6 +5,7 @@ set_up -> lock of the workdir -> restored state -> Attempt -> Loop.run
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from jtrain.plan.fit_check import available_bytes
 from jtrain.plan.from_run import plan_job
 from jtrain.plan.oom_report import explain_exhaustion
 from jtrain.plan.report.summary import plan_text, print_plan
+from jtrain.profile.trace_dir import FOLDER
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
@@ -175,6 +177,8 @@ def train(
             if local is not None and is_complete:
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
+            if is_complete:
+                metrics.say(f"next: {_next_command(run, home)}")
     return DONE if is_complete else STOPPED
 
 
@@ -289,3 +293,9 @@ def _end_line(loop: Loop, *, seconds: float, home: Path) -> str:
     if step < run.num_steps:
         return f"stopped at step {step} after a good save; the same command goes on from there: {home}"
     return f"done: {step} steps in {seconds:.0f} s; results in {home}"
+
+
+def _next_command(run: Run, home: Path) -> str:
+    """Command that shows what a finished run made: its profile if it traced a window, else text."""
+    traced = run.profile.steps is not None and (home / FOLDER).is_dir()
+    return f"jtrain {'profile' if traced else 'generate'} --workdir {shlex.quote(str(home))}"

@@ -53,6 +53,27 @@ def test_a_command_gets_its_options_and_its_words(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == {"area": 9}
 
 
+def test_the_last_line_names_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the error stream, below all that is printed: a pipe gets none of it, and a command that fails has none."""
+    then = Command("square", square, add_options, then=lambda args: f"jtrain shape cube --width {args.width}")
+    verb = Verb("shape", commands={"square": then})
+    assert verb.main(["square", "--json=-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"area": 9}
+    assert printed.err == "next: jtrain shape cube --width 3\n"
+    assert verb.main(["square", "--width=x"]) == 2
+    assert "next:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "word"), [pair for pair in COMMANDS if pair[0] != "node_check"])
+def test_every_command_of_a_user_has_a_next_one(name: str, word: str) -> None:
+    """Checks that each has one; tests/ways_out runs them. `node_check` is of the kits' own scripts."""
+    verb = VERBS[name]
+    command = verb.commands[word] if word else verb.alone
+    if command is not None:
+        assert command.then is not Command.then
+
+
 def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """`plan llama8b` is `plan --config llama8b`; a word near a command's name is a misspelt command."""
 

@@ -15,7 +15,7 @@ _COMPONENTS = "mesh|layout|pipeline|precision|model|optimizer|data|eval|checkpoi
 _PATH = rf"(?<![\w./-])(?:(?:{_COMPONENTS})(?:\.[a-z_0-9]+)+|num_steps|seed)(?![\w/])"
 _VALUE = r"\([^)]*\)|\{[^}]*\}|'[^']*'|[\w+.:-]*[\w+]"
 _OPTION = r"--[a-z][a-z-]*"
-_VERBS = "set|add|leave|give|use|raise|lower|remove|take|run"
+_VERBS = "set|add|leave|give|use|choose|raise|lower|remove|take"
 _SHORT = {"microbatches": "layout.microbatches", "param_rounding": "optimizer.param_rounding"}
 """Fields that messages shorten to their last word, where the words before name their component."""
 
@@ -29,7 +29,7 @@ def ways_out(message: str, words: Words, values: Mapping[str, str]) -> list[Word
       words: the refused command.
       values: option -> a value of the user, where a message names the option alone ("Give --count").
     """
-    commands = list(_respelt(message, words))
+    commands = [*_respelt(message, words), *_at_least(message, words), *_whole_command(message, values)]
     for alternative in _alternatives(message):
         commands += _commands(alternative, message, words, values)
     # The same command again is no way out.
@@ -56,7 +56,7 @@ def _alternatives(message: str) -> Iterator[str]:
 
 def _commands(clause: str, message: str, words: Words, values: Mapping[str, str]) -> Iterator[Words]:
     verb, _, advice = clause.partition(" ")
-    options = re.findall(rf"({_OPTION})(?:[ =]([^\s,;`]+))?", advice)
+    options = re.findall(rf"({_OPTION})(?:[ =](?!--)([^\s,;`]+))?", advice)
     if verb.lower() in ("leave", "remove"):
         yield from _left_out(advice, message, words)
     elif options:
@@ -69,7 +69,7 @@ def _commands(clause: str, message: str, words: Words, values: Mapping[str, str]
                 r"-.*|or|of|and|one|to|in|if|for|with|FILE|K|instead", value
             ):
                 changed = [*without(changed, name), name, value]
-            elif match := re.search(rf"{name}, one of (\w+)", message):
+            elif match := re.search(rf"{name}(?:,| to) one of '?(\w+)", message):
                 changed = [*without(changed, name), name, match[1]]
             else:
                 changed = [*without(changed, name), name, *([values[name]] if name in values else [])]
@@ -78,7 +78,7 @@ def _commands(clause: str, message: str, words: Words, values: Mapping[str, str]
         missing = [name for name in dict.fromkeys(re.findall(_OPTION, message)) if name not in words]
         yield [*words, *(word for name in missing for word in (name, values[name]))]
     elif (subject := re.match(rf"({_OPTION})[ =]", message)) and (
-        match := re.match(r"one of ([\w-]+)|(\d+)(?:,|$)", advice)
+        match := re.match(r"one of:? ([\w-]+)|(\d+)(?:,|$)", advice)
     ):
         yield [*without(words, subject[1]), subject[1], match[1] or match[2]]
     else:
@@ -98,7 +98,15 @@ def _left_out(advice: str, message: str, words: Words) -> Iterator[Words]:
         left = [*words, "--set", f"{match[1]}={match[2]}"]
     for name in re.findall(_OPTION, advice):
         left = without(left, name)
+    if match := re.match(rf"({_PATH})$", advice):
+        left = _unset(left, match[1])
     yield left
+
+
+def _unset(words: Words, path: str) -> Words:
+    """The command without `--set PATH=...`."""
+    places = [number for number, word in enumerate(words) if word.startswith(f"{path}=")]
+    return [word for number, word in enumerate(words) if not {number, number + 1} & {*places}]
 
 
 def _setting(part: str, message: str, words: Words) -> Words:
@@ -152,12 +160,26 @@ def without(words: Words, name: str) -> Words:
     left, is_value = list[str](), False
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word == name:
-            is_value = not following.startswith("-")
+            is_value = re.match("-+[a-z]|--$", following) is None
         elif is_value:
             is_value = False
         elif not word.startswith(f"{name}="):
             left.append(word)
     return left
+
+
+def _at_least(message: str, words: Words) -> Iterator[Words]:
+    """The command with an option at the least that it takes, where a message says no more than that."""
+    pattern = rf"({_OPTION}) -?[\d.]+ must be (?:at least|from) (\d+)|({_OPTION}) -?\d+ must be (\d+) or more"
+    if match := re.match(pattern, message):
+        option, least = match[1] or match[3], match[2] or match[4]
+        yield [*without(words, option), option, least]
+
+
+def _whole_command(message: str, values: Mapping[str, str]) -> Iterator[Words]:
+    """The command that a message gives whole, with the user's config for `--config=...`."""
+    for verb, text in re.findall(r"run python -m jtrain\.(\w+) ([^.`]*(?:\.\.\.[^.`]*)?)", message):
+        yield [verb, *text.replace("--config=...", f"--config={values['--config']}").split()]
 
 
 def _respelt(message: str, words: Words) -> Iterator[Words]:

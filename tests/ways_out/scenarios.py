@@ -7,6 +7,12 @@ LAUNCH = ["launch", "--config=tiny", "--with", "debug", *TEXT, "--dry-run"]
 MOE = ["launch", "--config=tiny_moe", "--with", "debug", *TEXT, "--dry-run"]
 PLAN = ["plan", "--config=tiny", "--device", "h200"]
 PIPELINE = ["plan", "pipeline", "--stages", "4", "--microbatches", "8"]
+PLANNED = ["plan", "pipeline", "--config=tiny", "--device", "h200"]
+COST = ["plan", "cost", "--config=tiny", "--price", "2"]
+HASHED = ["plan", "ecmp", "--flows", "8", "--links", "8"]
+INSPECT = ["data", "inspect", "--config=tiny", *TEXT]
+PREPARE = ["data", "prepare", "--config=tiny", *TEXT]
+ADOPT = ["data", "adopt", "--tokenizer", "bytes"]
 
 
 def sets(*values: str, of: Words = LAUNCH) -> Words:
@@ -69,6 +75,26 @@ _RUNS: dict[str, Words] = {
     ".path is empty. Set it to a file": sets("data.path=''"),
     " must be at least 0 (nothing held out) and below 1": sets("data.eval_fraction=2"),
     " must be above 0. Set data.read_timeout_s": sets("data.read_timeout_s=0"),
+    "layout.offload.gradients=none.": sets("layout.offload.gradients=1.0", "layout.zero_stage=1"),
+    "or add --emulate-devices \0 to try the layout on this CPU": sets("mesh.stage=16", "model.num_layers=16"),
+    "with \0. Set layout.sequence_groups=1, or change the other": sets("layout.sequence_groups=3"),
+    "layout.offload.activations=\0 moves nothing": sets(
+        "layout.offload.activations=1e-9", "layout.remat=full"
+    ),
+    "so that the product is ": sets("mesh.data=4"),
+    " too small: data.eval_fraction=": sets("data.eval_fraction=0.0001"),
+    "must be at least \0. Set data.": sets("data.seq_len=1"),
+    "divide or be a multiple of the latter": sets(
+        "mesh.context=5", "layout.context_attention=ulysses", "data.seq_len=80"
+    ),
+    "stochastic rounding does not run on the host's": sets(
+        "layout.offload.optimizer=1.0", "layout.offload.update=host", "optimizer.moment_dtype=int8"
+    ),
+    "Remove data.end_token": sets("data.end_token=x"),
+    "--emulate-devices \0 must be at least 1": [*LAUNCH, "--emulate-devices", "0"],
+    "--processes \0 must be at least 1": [
+        *(*LAUNCH[:-1], "--supervise", "--processes", "0", "--workdir", "supervised"),
+    ],
     "data.path is for one source": sets("data.sources={'a': {'path': 'corpus/*.txt'}}"),
 }
 
@@ -116,6 +142,63 @@ _PLANS: dict[str, Words] = {
     " shows one schedule. Add --schedule": [*PIPELINE, "--svg", "a.svg"],
     " is for a config's times": [*PIPELINE, "--device", "h200", "--count", "8"],
     " changes a config. Give --config": [*PIPELINE, "--set", "seed=1"],
+    "layouts of a search to compile. Add --search": [*PLAN, "--top", "1"],
+    "--top \0 must be at least 1": [*PLAN, "--search", "--compile", "--top", "0"],
+    "--tokens \0 must be at least 1": [*PLAN, "--tokens", "0.5"],
+    "is not published, so neither ": [*COST, "--device", "v5p", "--carbon", "400"],
+    "hardly any interval between saves ends": [
+        *(*COST, "--device", "h200", "--mtbf", "0.0001", "--restart", "100"),
+    ],
+    "--seed \0 must be 0 or more": [*HASHED, "--seed", "-1"],
+    "its switches spread flows by load": ["plan", "ecmp", "--machine", "adaptive.toml"],
+    "hosts are under one leaf": ["plan", "ecmp", "--machine", "one_leaf.toml"],
+    "say the chunks. Leave --chunks out": ["plan", "pipeline", "--csv", "a.csv", "--chunks", "2"],
+    "schedules are simulated and drawn pass by ": [*PIPELINE[:-1], "100000"],
+    "are the plan's. Leave --costs out": [*PLANNED, "--count", "8", "--costs", "1,1,1"],
+    " tokens a step scales on ": ["plan", "walls", "--device", "h200", "--days", "0.0001"],
+    "--count \0 must be at least 1": ["plan", "--config=tiny", "--device", "h200", "--count", "0"],
+    "is no whole number of domains": ["plan", "network", "--device", "h200", "--count", "12"],
+    "count is missing. Set it, or give --count": ["plan", "--config=tiny", "--machine", "no_count.toml"],
+    "For memory alone, run python -m jtrain.launch": ["plan", "--config=tiny", "--device", "cpu"],
+    "has no 8-bit ": [
+        *("plan", "--config=tiny", "--device", "a100", "--set", "precision.matmul_dtype=fp8_current"),
+    ],
+    ": each device of a stage has ": [*PLANNED, "--count", "8", "--stages", "2", "--microbatches", "7"],
+    "each needs at least one layer": [
+        *(*PLANNED, "--count", "4", "--stages", "4", "--microbatches", "8", "--schedule", "zbv"),
+    ],
+    " evenly. Set data.global_batch to a multiple of ": [
+        *(*PLAN, "--count", "64", "--search", "--set", "data.global_batch=7"),
+    ],
+    "Give --host-memory ": [
+        *("plan", "--config=llama8b", "--device", "h200", "--host-memory", "0.001GiB"),
+        *("--set", "layout.offload.optimizer=1.0"),
+    ],
+    " devices are not a multiple of ": [*PLAN, "--count", "8", "--set", "mesh.tensor=3"],
 }
 
-SCENARIOS: dict[str, Words] = _LAYOUTS | _MODELS | _RUNS | _OPTIONS | _PLANS
+_DATA: dict[str, Words] = {
+    "because the first batch is timed separately": [
+        *("data", "bench", "--config=tiny", *TEXT, "--steps", "1"),
+    ],
+    "the data ends after ": [*INSPECT, "--order", "--set", "data.epochs=1"],
+    "--workers \0 must be at least 1": [*PREPARE, "--out", "prepared", "--workers", "0"],
+    "indexes can only be written to local folders": [*PREPARE, "--out", "gs://bucket/index"],
+    "is not a prepared index. Remove it, or choose": [*PREPARE, "--out", "taken"],
+    "is not a prepared index. Remove it, or set --name": [
+        *(*ADOPT, "--from", "ids.parquet", "--out", "taken"),
+    ],
+    "as where uint32 is read as uint16": [*ADOPT, "--from", "wide.bin", "--out", "adopted"],
+    "which column holds the ids? Set --column": [*ADOPT, "--from", "mds", "--out", "adopted_mds"],
+    "no column \0. Set --column to one of ": [
+        *(*ADOPT, "--from", "ids.parquet", "--column", "idz", "--out", "adopted_parquet"),
+    ],
+    "and ids are bytes or ndarray. Set --column": [
+        *(*ADOPT, "--from", "mds", "--column", "id", "--out", "adopted_mds"),
+    ],
+    "and ids are lists of integers. Set --column": [
+        *(*ADOPT, "--from", "words.parquet", "--column", "words", "--out", "adopted_words"),
+    ],
+}
+
+SCENARIOS: dict[str, Words] = _LAYOUTS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ways_out.follow import ways_out
-from tests.ways_out.messages import messages
+from tests.ways_out.messages import HOLE, messages
 from tests.ways_out.scenarios import SCENARIOS
 from tests.ways_out.walk import Walk
 
@@ -38,7 +38,8 @@ def test_every_way_out_of_a_refusal_leads_to_a_run(text: str, walk: Walk) -> Non
     words = SCENARIOS[text]
     code, message = walk.run(words)
     assert code == 2, message
-    assert text in message
+    for part in text.split(HOLE):
+        assert part in message
     ways = walk.ways_out(words)
     assert ways, f"nothing to follow in: {message}"
     for way in ways:

@@ -119,11 +119,9 @@ def test_an_mds_column_is_named_where_it_is_not_known(
     documents: Documents, tokenizer_json: Path, tmp_path: Path
 ) -> None:
     write.write_mds(tmp_path / "a", documents, column="ids")
-    with pytest.raises(
-        ValueError, match=r"which column holds the ids\? Set --column to one of id, ids, zz\."
-    ):
+    with pytest.raises(ValueError, match=r"which column holds the ids\? Set --column to one of ids\."):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json)
-    with pytest.raises(ValueError, match=r"no column 'nothing'\. Set --column to one of id, ids, zz\."):
+    with pytest.raises(ValueError, match=r"no column 'nothing'\. Set --column to one of ids\."):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json, column="nothing")
     with pytest.raises(ValueError, match=r"column 'id' is of encoding 'str', and ids are bytes or ndarray"):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json, column="id")
@@ -135,7 +133,7 @@ def test_parquet_without_lists_of_ids_is_refused(
 ) -> None:
     write.write_parquet_ids(tmp_path / "a.parquet", documents, column="ids", kind="float")
     with pytest.raises(
-        ValueError, match=r"no column 'input_ids'\. Set --column to one of 'ids', 'attention_mask'"
+        ValueError, match=r"no column 'input_ids'\. Set --column to one of 'attention_mask'\."
     ):
         run(tmp_path / "a.parquet", tmp_path / "out", tokenizer_json)
     with pytest.raises(ValueError, match=r"column 'ids' is list<.*float>, and ids are lists of integers"):

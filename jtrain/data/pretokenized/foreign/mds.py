@@ -20,6 +20,7 @@ from jtrain.errors import FileError, UserError
 _KNOWN_COLUMNS = ("tokens", "input_ids")
 _ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 """Code of an array's dtype, where the encoding of the column does not name it."""
+_ID_ENCODINGS = ("bytes", "ndarray")
 
 
 class MdsShard(ForeignFile):
@@ -64,10 +65,10 @@ class MdsShard(ForeignFile):
             encoding == "ndarray" and not name,
             encoding == "ndarray" and not shape,
         )
-        if encoding not in ("bytes", "ndarray"):
+        if encoding not in _ID_ENCODINGS:
             raise UserError(
                 f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set "
-                f"--column to one of {', '.join(entry['column_names'])}."
+                f"--column to one of {_id_columns(entry)}."
             )
         self.dtype_is_assumed = encoding == "bytes"
         self.dtype = (
@@ -79,9 +80,7 @@ class MdsShard(ForeignFile):
             )
 
         # Labels of another encoding are of classes.
-        encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
-        is_ids = encodings.get(LABELS, "").partition(":")[0] in ("bytes", "ndarray")
-        self.has_labels = is_ids and column != LABELS
+        self.has_labels = LABELS in _id_columns(entry).split(", ") and column != LABELS
         self._labels = MdsShard(folder, entry, LABELS, dtype) if self.has_labels else None
 
     def num_parts(self) -> int:
@@ -199,12 +198,18 @@ def _shards(
         id_columns = [name for name in names if name in _KNOWN_COLUMNS]
         if len(id_columns) != 1:
             raise UserError(
-                f"{folder}: which column holds the ids? Set --column to one of {', '.join(names)}."
+                f"{folder}: which column holds the ids? Set --column to one of {_id_columns(entries[0])}."
             )
         [column] = id_columns
     if any(column not in entry["column_names"] for entry in entries):
-        raise UserError(f"{folder}: no column {column!r}. Set --column to one of {', '.join(names)}.")
+        raise UserError(f"{folder}: no column {column!r}. Set --column to one of {_id_columns(entries[0])}.")
     return [MdsShard(folder, entry, column, dtype) for entry in entries], column
+
+
+def _id_columns(entry: Any) -> str:
+    """Names of the columns that can hold ids, by their encoding, for messages."""
+    columns = zip(entry["column_names"], entry["column_encodings"], strict=True)
+    return ", ".join(name for name, encoding in columns if encoding.partition(":")[0] in _ID_ENCODINGS)
 
 
 def _uint32(content: UInt8[np.ndarray, " b"], offset: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:

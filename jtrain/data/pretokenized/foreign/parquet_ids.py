@@ -37,18 +37,19 @@ class ParquetIds(ForeignFile):
 
     def _check(self, schema: Any) -> None:
         """Raises UserError unless the column holds lists of integers."""
+        id_columns = [name for name in schema.names if _is_ids(schema.field(name).type)]
         if self._column not in schema.names:
             raise UserError(
-                f"{self.path}: no column {self._column!r}. Set --column to one of {names_of(schema.names)}."
+                f"{self.path}: no column {self._column!r}. Set --column to one of {names_of(id_columns)}."
             )
         kind = schema.field(self._column).type
-        if not _is_ids(kind):
+        if self._column not in id_columns:
             raise UserError(
                 f"{self.path}: column {self._column!r} is {kind}, and ids are lists of integers. Set "
-                "--column to such a column."
+                f"--column to one of {names_of(id_columns)}."
             )
         # Labels of another type are of classes.
-        self.has_labels = LABELS in schema.names and _is_ids(schema.field(LABELS).type)
+        self.has_labels = LABELS in id_columns
 
     def num_parts(self) -> int:
         return self._groups
