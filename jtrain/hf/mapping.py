@@ -144,7 +144,10 @@ def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, li
     for info in infos:
         block, path = _block_of(info.path)
         # A parameter that is not in the table would be missing in every export.
-        assert path in family.names, f"{family.model_type} has no name for {path}"
+        if path not in family.names:
+            raise UserError(
+                f"{family.model_type} has no name for the parameter {path}. Add it to its table of names."
+            )
         tensor = family.names[path]
         sizes = sizes_by_block[block] | dict(zip(info.dims, info.shape, strict=True))
         for period in range(info.shape[0]) if info.is_stacked else (None,):

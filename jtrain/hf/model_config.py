@@ -73,6 +73,7 @@ def read_fields(family: Family, fields: Fields) -> Transformer:
     Raises:
       UserError: as `model_from_config`.
     """
+    assert family.read is not None, f"{family.model_type} only exports"
     try:
         return family.read(fields)
     except UserError:

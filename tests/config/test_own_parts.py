@@ -1,5 +1,6 @@
 """Classes of a user's own in configs: the files of docs/own_parts.md, read as the page has them."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -20,9 +21,11 @@ from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
+from jtrain.hf.mapping import tensors_of
 from jtrain.layout.dims import Batch
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.param import init_params
+from jtrain.runtime.user_code import load_function
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_parts.md"
 CONFIG = "my_parts.py:calm"
@@ -120,6 +123,16 @@ def test_the_mixer_of_the_page_continues_as_it_computes_whole_rows(folder: Path)
     )
     np.testing.assert_allclose(packed[:, 5:], alone, rtol=1e-4, atol=1e-5)
     assert np.abs(packed[:, 5] - want[:, 5]).max() > 1e-2
+
+
+def test_the_table_of_names_of_the_page_has_every_parameter(folder: Path) -> None:
+    """A table that lacks one is refused with its path."""
+    model = build_run(load_config(CONFIG)).model
+    family = load_function("--family", "my_names.py:names")[0]()
+    assert list(tensors_of(model, family))[:2] == ["embed.weight", "layers.0.decay.weight"]
+    names = {path: name for path, name in family.names.items() if path != "decay.in_DF"}
+    with pytest.raises(UserError, match=r"calm has no name for the parameter decay\.in_DF\. Add it"):
+        tensors_of(model, dataclasses.replace(family, names=names))
 
 
 SETS = ["num_steps=6", "checkpoint.every_steps=2", "eval.every_steps=3", "data.global_batch=8"]

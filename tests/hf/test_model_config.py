@@ -363,3 +363,15 @@ def test_a_missing_field_has_the_value_of_its_class_and_a_null_one_has_not(
         assert isinstance(mixer, AttentionSpec)
         sizes = mixer.with_sizes(model.sizes)
         assert getattr(sizes, field) == value
+
+
+def test_minimax_m2_as_published() -> None:
+    """Fields that transformers' class has no choice of are read, with the one value that it computes."""
+    configs = json.loads((Path(__file__).parents[1] / "families" / "configs.json").read_text())
+    config = next(config for config in configs.values() if config["model_type"] == "minimax_m2")
+    published = dict(
+        use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid"
+    )
+    assert model_differences(model_from_config(config | published), model_from_config(config)) == []
+    with pytest.raises(ValueError, match="scoring_func='softmax' is not supported, only 'sigmoid'"):
+        model_from_config(config | published | dict(scoring_func="softmax"))

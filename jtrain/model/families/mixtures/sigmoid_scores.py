@@ -48,6 +48,10 @@ def _write_dots1(model: Transformer) -> dict[str, Any]:
 def _read_minimax_m2(fields: Fields) -> Transformer:
     fields.only(hidden_act="silu", quantization_config=None)
     fields.ignore("router_jitter_noise", "router_aux_loss_coef", "rotary_dim")
+    # As published: what transformers' class always does, and layers that it does not load.
+    fields.only(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid")
+    fields.only(shared_intermediate_size=0)
+    fields.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     share = fields.whole("rotary_dim", fields.whole("head_dim", 128)) / fields.whole("head_dim", 128)
     attention = AttentionSpec(rope=fields.rope(theta=5e6, share=share), qk_norm="all")
     moe = MoESpec(
