@@ -16,10 +16,14 @@ NO_RUNS = np.zeros((0, 2), np.int32)
 
 
 class ChunkPart(NamedTuple):
-    """Part of a chunk that is learned as a whole, or not at all."""
+    """Part of a chunk that is learned as a whole, or not at all; or the whole text of a chat template.
+
+    template_text: the text, whose special tokens are tokens; None for other texts.
+    """
 
     chunk: TextChunk
     learned: bool
+    template_text: MaskedText | None = None
 
 
 def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
@@ -31,6 +35,8 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
     """
     if not isinstance(text, MaskedText):
         return [ChunkPart(chunk, learned=True)]
+    if text.of_template:
+        return [ChunkPart(chunk, learned=True, template_text=text)]
     parts: list[ChunkPart] = []
     stop = start + len(chunk.content)
 
@@ -62,7 +68,12 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
 ) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
-    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs not learned."""
+    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs not learned.
+
+    The text of a chat template is tokenised as a whole, and its spans are found by the tokenizer's offsets.
+    """
+    if any(part.template_text is not None for chunk in chunks for part in chunk):
+        return _encode_templates(tokenizer, chunks)
     parts = [part for chunk in chunks for part in chunk]
     lengths, ids = tokenizer.encode_chunks([part.chunk for part in parts])
     # Number of the chunk of each part: the parts are summed into chunks by it.
@@ -71,6 +82,29 @@ def encode_parts(
     ends = np.cumsum(lengths, dtype=np.int32)
     ignored = ~np.asarray([part.learned for part in parts], np.bool_) & (lengths > 0)
     return (total, ids), np.stack([ends - lengths, ends], axis=1)[ignored].astype(np.int32)
+
+
+def _encode_templates(
+    tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
+) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
+    """Returns what `encode_parts` returns, for texts of chat templates and the empty ones of bad records."""
+    texts = [chunk[0].template_text or MaskedText("", ()) for chunk in chunks]
+    borders = [[border for span in text.learned for border in span] for text in texts]
+    lengths, ids, runs = [], [np.empty(0, tokenizer.id_dtype)], [NO_RUNS]
+    total = 0
+    for text, (text_ids, positions) in zip(texts, tokenizer.encode_marked(texts, borders), strict=True):
+        has_end = bool(text) and text.ends
+        end = len(text_ids)
+        learned = np.asarray(positions, np.int32).reshape(-1, 2)
+        if has_end and len(learned) and text.learned[-1][1] == len(text):
+            # The model stops with the end of the document.
+            learned[-1, 1] = end + 1
+        ids.append(np.append(text_ids, [tokenizer.end_id] * has_end).astype(tokenizer.id_dtype))
+        edges = np.concatenate([[0], learned.ravel(), [end + has_end]]).astype(np.int32).reshape(-1, 2)
+        runs.append(edges[edges[:, 0] < edges[:, 1]] + np.int32(total))
+        lengths.append(len(ids[-1]))
+        total += len(ids[-1])
+    return (np.asarray(lengths, np.int32), np.concatenate(ids)), np.concatenate(runs)
 
 
 def pieces_of_sample(length: int, runs: Int[np.ndarray, "runs 2"], row_tokens: int) -> list[tuple[int, int]]:

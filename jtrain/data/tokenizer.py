@@ -7,6 +7,7 @@ prompt is encoded without either.
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from jtrain.errors import FileError, UserError
 type Ids = Int[np.ndarray, " tokens"]
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
 """Tokens of each document (int32), and the ids of all documents, end to end, in the `id_dtype`."""
+
+
+type MarkedIds = tuple[Ids, list[int]]
+"""Ids of a text, and the number of ids before each of its borders."""
 
 
 class TextChunk(NamedTuple):
@@ -74,6 +79,18 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_marked(self, texts: Sequence[str], borders: Sequence[Sequence[int]]) -> list[MarkedIds]:
+        """Returns the ids of texts in which special tokens are spelled, each with the number of ids before
+        each of its borders, in characters.
+
+        No token lies on both sides of a border: a text in which one would is cut there.
+        """
+        ...
+
+    def spell(self, token_id: int) -> str:
+        """Returns a token as its vocabulary spells it, special tokens included."""
+        ...
+
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns the UTF-8 bytes of text of each id, 0 for begin and end; None if ids do not tell.
 
@@ -114,6 +131,15 @@ class ByteTokenizer:
                 parts.append(b"\0")
             lengths.append(len(content) + begins + ends)
         return np.asarray(lengths, np.int32), np.frombuffer(b"".join(parts), np.uint8)
+
+    def encode_marked(self, texts: Sequence[str], borders: Sequence[Sequence[int]]) -> list[MarkedIds]:
+        return [
+            (self.encode(text), [len(text[:border].encode("utf-8")) for border in borders_of_text])
+            for text, borders_of_text in zip(texts, borders, strict=True)
+        ]
+
+    def spell(self, token_id: int) -> str:
+        return bytes([token_id]).decode("latin-1")
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""
@@ -212,6 +238,41 @@ class HFTokenizer:
             parts.append(np.asarray([*begin, *encoding.ids, *[self.end_id] * chunk.ends], self.id_dtype))
             lengths[i] = len(parts[-1])
         return lengths, np.concatenate(parts)
+
+    def encode_marked(self, texts: Sequence[str], borders: Sequence[Sequence[int]]) -> list[MarkedIds]:
+        # A property of the tokenizer and no argument; one thread encodes at a time.
+        self._rust.encode_special_tokens = False
+        try:
+            encodings = self._rust.encode_batch(list(texts), add_special_tokens=False)
+            return [
+                self._cut_at(text, encoding, list(borders_of_text))
+                for text, encoding, borders_of_text in zip(texts, encodings, borders, strict=True)
+            ]
+        finally:
+            self._rust.encode_special_tokens = True
+
+    def _cut_at(self, text: str, encoding: Any, borders: list[int]) -> MarkedIds:
+        """Returns the ids of an encoded text, encoded anew where a token lies on both sides of a border."""
+        spans = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+        cuts = [b for b in borders if ((spans[:, 0] < b) & (spans[:, 1] > b)).any()]
+        if not cuts:
+            # Tokens that stand for parts of one character all have the character's span.
+            positions = [int((spans[:, 0] < border).sum()) for border in borders]
+            return np.asarray(encoding.ids, np.int32), positions
+        ids, positions = [np.empty(0, np.int32)], []
+        edges = [0, *cuts, len(text)]
+        for start, end in itertools.pairwise(edges):
+            part = self._rust.encode(text[start:end], add_special_tokens=False)
+            first, inner = sum(map(len, ids)), np.asarray(part.offsets, np.int64).reshape(-1, 2)[:, 0]
+            # A border at the end of this part is the first of the next one, or of the text's end.
+            within = [b for b in borders if start <= b < end or b == end == len(text)]
+            positions += [first + int((inner < border - start).sum()) for border in within]
+            ids.append(np.asarray(part.ids, np.int32))
+        return np.concatenate(ids), positions
+
+    def spell(self, token_id: int) -> str:
+        token = self._rust.id_to_token(token_id)
+        return self._rust.decode([token_id], skip_special_tokens=False) or token or ""
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns bytes from a table by id; None if a text that has the difficult cases does not add up.

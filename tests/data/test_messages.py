@@ -195,7 +195,7 @@ def test_what_messages_are_not(tmp_path: Path) -> None:
         ),
         (
             [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}],
-            r"holds 'tool_calls' in message 0",
+            r"holds \{'id': 1\} in 'tool_calls' of message 0, which names no function",
         ),
         (
             [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}],

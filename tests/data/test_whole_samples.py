@@ -17,7 +17,7 @@ from jtrain.data.inspect.order_report import measure_order
 from jtrain.data.loss_mask import pieces_of_sample
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.data.sources.formats import chat
+from jtrain.data.sources.formats import masked_text
 from jtrain.errors import UserError
 from tests.data.whole_samples import (
     FORMS,
@@ -57,13 +57,13 @@ def test_no_token_is_learned_without_its_prompt_and_no_turn_is_lost(
 def test_a_huge_sample_is_parsed_and_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots are read at different times, among those of others; before it took as often as it has slots."""
     made = [*samples(60, 12), turns_of(range(1000, 3000), np.random.default_rng(0), 40)]
-    render, sizes = chat.render, list[int]()
+    render, sizes = masked_text.render_chat, list[int]()
 
-    def counting(value: Any, **fields: Any) -> Any:
+    def counting(value: Any, *rule: Any, **fields: Any) -> Any:
         sizes.append(len(value))
-        return render(value, **fields)
+        return render(value, *rule, **fields)
 
-    monkeypatch.setattr(chat, "render", counting)
+    monkeypatch.setattr(masked_text, "render_chat", counting)
     batches = open_dataset(spec(source_of(tmp_path, "messages", made), epochs=2), seed=0).train_batches()
     lacking, whole = count_without_prompt(batches, made, "messages")
     assert lacking == 0

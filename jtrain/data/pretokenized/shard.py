@@ -26,6 +26,7 @@ from jtrain.data.loss_mask import encode_parts, split_chunk
 from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import Tokenizer, encode_documents, make_tokenizer, whole_document
 from jtrain.errors import FileError
@@ -55,7 +56,13 @@ class Recipe:
 
     def open_corpus(self) -> Corpus:
         """Opens the corpus. It keeps one decoded row group at most, because the records are read in order."""
-        return Corpus(self.source, name=self.name, cache_dir=self.cache_dir, decoded_cache_bytes=1)
+        return Corpus(
+            self.source, name=self.name, cache_dir=self.cache_dir, decoded_cache_bytes=1, mask=self.mask
+        )
+
+    @property
+    def mask(self) -> MaskFields | None:
+        return self.source.mask_with(self.tokenizer, self.end_token, name=self.name)
 
     def open_tokenizer(self) -> Tokenizer:
         return make_tokenizer(self.tokenizer, end_token=self.end_token)
@@ -63,8 +70,8 @@ class Recipe:
     def made_of(self, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, str | int]:
         """Returns everything that decides which ids a record has, for `PreparedIndex.made_of`."""
         fields = {name: getattr(self.source, name) for name in ("format", "text_field", "text_piece_bytes")}
-        if self.source.mask is not None:
-            fields["mask"] = str(self.source.mask)
+        if (mask := self.mask) is not None:
+            fields["mask"] = str(mask)
         return {"corpus": corpus.fingerprint(), "tokenizer": tokenizer.identity, **fields}
 
 

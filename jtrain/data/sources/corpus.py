@@ -14,7 +14,7 @@ from jtrain.data.sources.data_files import files_of
 from jtrain.data.sources.file_parts import FileParts, evenly_spread, part_names, stripe_bytes
 from jtrain.data.sources.formats import BadRecord, open_file, sniff
 from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.formats.masked_text import MaskFields, TextFields
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.formats.suffix import format_of
@@ -88,9 +88,11 @@ class Corpus:
         eager_bytes: int | None = None,
         num_files: int | None = None,
         opening: Opening | None = None,
+        mask: MaskFields | None = None,
     ) -> None:
         source.check(name)
         self.source = source
+        self.mask = mask or source.mask
         self.name, self.left_out = name, ""
         field = field_of(name)
         if source.format == "grain":
@@ -104,7 +106,7 @@ class Corpus:
             total = sum(max(file.size_bytes, 0) for file in files)
             # Checks the compression of every name as well, before any file is opened.
             if source.format == "auto" and source.path != STDLIB:
-                first_field = TextFields(source.text_field, field, source.mask).read[0].partition(".")[0]
+                first_field = TextFields(source.text_field, field, self.mask).read[0].partition(".")[0]
                 files = sniff.with_kinds(files, text_field=first_field, field=field)
             kinds = {file.kind or format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
@@ -118,7 +120,7 @@ class Corpus:
             open_records = functools.partial(
                 open_file,
                 format=source.format,
-                fields=TextFields(source.text_field, field, source.mask),
+                fields=TextFields(source.text_field, field, self.mask),
                 text_piece_bytes=source.text_piece_bytes,
                 cache_dir=cache_dir,
                 groups=shared_cache(decoded_cache_bytes),

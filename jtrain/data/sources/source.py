@@ -4,17 +4,28 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
+from jtrain.data.chat.template import ChatRule, load_template
 from jtrain.data.sources.formats.masked_text import MaskFields, check_format
 from jtrain.errors import UserError
 
 Format = Literal[
     "auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrayrecord", "webdataset", "arrow", "grain"
 ]
+
+_OF_CHATS = (
+    "chat_template",
+    "template_options",
+    "tools_field",
+    "stop_tokens",
+    "train_on",
+    "on_rewritten_turn",
+)
+"""Settings that need a field of messages."""
 
 ONE_SOURCE = "data"
 """Name of the single source that `data.path` declares."""
@@ -65,10 +76,22 @@ class Source:
       not learned. The text is tokenised from border to border, as the prompt is by itself, so no token is
       half learned. The end of the document is learned if the last span reaches the end of the text.
     messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, or of ShareGPT's
-      `{"from": "human", "value": "Hi"}`, instead of `text_field`. A message is written as `<|user|>`, a line
-      end, its content and a line end (`formats/chat.py`). The content of messages of role assistant is
-      learned, with the line end behind it; `weight` (0 or 1) and `train` (true or false) of a message are
-      honoured. In JSON, Parquet, Arrow and ArrayRecord.
+      `{"from": "human", "value": "Hi"}`, instead of `text_field`. What is learned of it is what a model
+      samples: each assistant's turn from the end of the generation prompt through the stop token; `weight` (0
+      or 1) and `train` (true or false) of a message are honoured. In JSON, Parquet, Arrow and ArrayRecord.
+    chat_template: template that writes chats: None for the tokenizer's own (`chat_template.jinja` or
+      tokenizer_config.json in its folder), or `roles` if it has none; `roles` for the built-in one: `<|user|>`,
+      a line end, the content and a line end; the path of a file of Jinja or of a tokenizer's folder; or Jinja
+      itself.
+    template_options: further variables of the template, such as `{"enable_thinking": False}`.
+    tools_field: field of the tools of a chat, a list of their JSON schemas or its text; None if records have
+      none, empty to leave them out.
+    stop_tokens: tokens at which a model stops, beside the tokenizer's end token and those of a
+      generation_config.json in its folder.
+    train_on: `all` turns of the assistant, or the `last` one alone.
+    on_rewritten_turn: rule for chats of which an earlier turn reads otherwise than when it was sampled, as
+      with a template that drops earlier reasoning: they are bad records (`refuse`), or one record a turn
+      (`split`), each with what the model has read before it.
     on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`,
       or of an adopted index with labels of -100) that are longer than a row. The other samples are in one row
       each, unless `data.packing` is `concat`.
@@ -89,6 +112,12 @@ class Source:
     mask_prompt: bool = True
     mask_field: str | None = None
     messages_field: str | None = None
+    chat_template: str | None = None
+    template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tools_field: str | None = None
+    stop_tokens: tuple[str, ...] = ()
+    train_on: Literal["all", "last"] = "all"
+    on_rewritten_turn: Literal["refuse", "split"] = "refuse"
     on_too_long: Literal["split_turns", "drop", "refuse"] = "split_turns"
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
@@ -107,6 +136,7 @@ class Source:
         if self.on_too_long not in (rules := ("split_turns", "drop", "refuse")):
             raise UserError(f"{field}.on_too_long={self.on_too_long!r} must be one of {', '.join(rules)}.")
         self._check_mask(field)
+        self._check_chat(field)
 
     def _check_mask(self, field: str) -> None:
         """Raises UserError if the fields that say what is learned do not go together."""
@@ -150,6 +180,31 @@ class Source:
             setting, name = f"{field}.{mask_fields.setting}", mask_fields.field
             check_format(self.format, label=f"{field}.format={self.format!r}", setting=setting, name=name)
 
+    def _check_chat(self, field: str) -> None:
+        """Raises UserError for settings of chats that do not go together, or have no chat."""
+        choices = {"train_on": ("all", "last"), "on_rewritten_turn": ("refuse", "split")}
+        for setting, names in choices.items():
+            if (value := getattr(self, setting)) not in names:
+                raise UserError(f"{field}.{setting}={value!r} must be one of {', '.join(names)}.")
+        # Refused, since a setting without effect hides a typing error in another one.
+        unset = {field.name: field.default for field in dataclasses.fields(self)} | {"template_options": {}}
+        given = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
+        if given and self.messages_field is None and self.prompt_field is None:
+            raise UserError(
+                f"{field}.{given[0]}={getattr(self, given[0])!r} is for chats. Set {field}.messages_field, or "
+                "remove it."
+            )
+        if self.tools_field and self.messages_field is None:
+            raise UserError(
+                f"{field}.tools_field={self.tools_field!r} is for chats of one field. Set {field}.messages_field."
+            )
+        for setting in choices:
+            if not self.mask_prompt and setting in given:
+                raise UserError(
+                    f"{field}: mask_prompt=False learns every message, but "
+                    f"{setting}={getattr(self, setting)!r}. Remove one of the two."
+                )
+
     def fields_at(self, field: str) -> str:
         """Returns the settings that name fields of a record, for messages; `field`: the source's path."""
         settings = [] if self.messages_field is not None else [f"{field}.text_field={self.text_field!r}"]
@@ -164,6 +219,29 @@ class Source:
             if (name := getattr(self, setting)) is not None:
                 return MaskFields(name, setting, self.mask_prompt)
         return None
+
+    def mask_with(self, tokenizer: str, end_token: str | None, *, name: str) -> MaskFields | None:
+        """Returns `mask` with the chat template of the source, which may be its tokenizer's.
+
+        Args:
+          tokenizer, end_token: arguments of `make_tokenizer`.
+          name: name of the source.
+
+        Raises:
+          UserError: the template cannot be read.
+        """
+        if (mask := self.mask) is None or mask.setting == "mask_field":
+            return mask
+        template = load_template(
+            self.chat_template,
+            tokenizer=tokenizer,
+            end_token=end_token,
+            stop_tokens=tuple(self.stop_tokens),
+            options=self.template_options,
+            field=field_of(name),
+        )
+        rule = ChatRule(template, self.tools_field, self.train_on, self.on_rewritten_turn)
+        return dataclasses.replace(mask, rule=rule)
 
 
 def identity_of(names: Sequence[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:

@@ -70,6 +70,7 @@ class ChunkStream:
     def _open_files(self) -> None:
         setup = self.setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
+        self.mask = setup.mask()
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
         self.chunk_bytes = setup.chunk_tokens
@@ -82,7 +83,7 @@ class ChunkStream:
                 name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")
             }
             index.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
-            index.check_mask(setup.source.mask)
+            index.check_mask(self.mask)
             self.names, self._file_ends = index.names, index.file_ends
             self.size_bytes = index.num_tokens * index.dtype.itemsize
         else:
@@ -95,6 +96,7 @@ class ChunkStream:
                 eager_bytes=setup.eager_bytes,
                 num_files=setup.num_files,
                 opening=self.opening,
+                mask=self.mask,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
             self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(
@@ -377,8 +379,8 @@ class ChunkStream:
         else:
             assert self.corpus is not None
             parts += [self.corpus.fingerprint(files), setup.source.text_field, setup.source.text_piece_bytes]
-        if setup.source.mask is not None:
-            parts.append(str(setup.source.mask))
+        if self.mask is not None:
+            parts.append(str(self.mask))
         if setup.row_tokens is not None:
             parts.append(setup.source.on_too_long)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jtrain.data.loss_mask import encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
@@ -11,7 +12,7 @@ from jtrain.data.sources.generations import Generation
 from jtrain.data.stream.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
 from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.stream.windowed_order import WindowedChunks
-from jtrain.data.tokenizer import Tokenizer, encode_documents
+from jtrain.data.tokenizer import Tokenizer, encode_documents, whole_document
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
 """First records of a source, and most of their characters, that are tokenised to learn its bytes per
@@ -81,6 +82,8 @@ def join(
 
 def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
     """Returns the bytes of text that make about a row, by the first documents of a source."""
+    if corpus.mask is not None and corpus.mask.rule.template.identity:
+        return _chat_bytes(corpus, tokenizer, chunk_tokens)
     # One byte is one token: nothing to estimate.
     if tokenizer.identity == "bytes":
         return chunk_tokens
@@ -100,6 +103,23 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
     content = sum(len(text.encode("utf-8")) for text in texts)
     # At least a byte per token, even where a tokenizer needs more tokens than the text has bytes.
     return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
+
+
+def _chat_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
+    """Returns the bytes of chats as stored that make about a row as text: a template may write far more."""
+    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else _first_records(corpus)
+    records = [
+        (int(corpus.sizes(record, record + 1)[0]), text)
+        for record, text in zip(first, corpus.read(np.asarray(first, np.int64)), strict=True)
+        if isinstance(text, str)
+    ]
+    parts = [split_chunk(whole_document(tokenizer, text), 0, text) for _, text in records]
+    tokens = int(encode_parts(tokenizer, parts)[0][0].sum())
+    return (
+        max(16, int(_FULL * chunk_tokens * sum(size for size, _ in records) / tokens))
+        if tokens
+        else chunk_tokens
+    )
 
 
 def _first_records(corpus: Corpus) -> list[int]:

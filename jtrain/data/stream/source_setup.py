@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Literal
 
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.generations import Generation
-from jtrain.data.sources.source import Source
+from jtrain.data.sources.source import Source, field_of
+from jtrain.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,3 +55,18 @@ class SourceSetup:
     known yet."""
     grouped: bool = False
     """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
+
+    def mask(self) -> MaskFields | None:
+        """Returns what is learned of the records, with the chat template that writes them.
+
+        Raises:
+          UserError: the template cannot be read, or its texts would be cut.
+        """
+        mask = self.source.mask_with(self.tokenizer, self.end_token, name=self.name)
+        is_template = mask is not None and not mask.rule.template.is_built_in
+        if is_template and self.row_tokens is None and self.prepared is None:
+            raise UserError(
+                f"{field_of(self.name)}: data.packing='concat' cuts chats at row ends, and a part of the text of "
+                "a chat template is no chat. Remove data.packing, or set chat_template='roles'."
+            )
+        return mask

@@ -59,6 +59,33 @@ def open_file(
         file = local_copy(file, compression=compression, cache_dir=cache_dir, report_bytes=report_bytes)
         if check_content:
             sniff.check_content(file, kind=kind, field=field, is_declared=format != "auto")
+    records = _open_kind(
+        file,
+        kind,
+        fields,
+        text_piece_bytes=text_piece_bytes,
+        cache_dir=cache_dir,
+        groups=groups,
+        report_bytes=report_bytes,
+    )
+    if mask is not None and mask.is_split:
+        from jtrain.data.sources.formats.turn_records import TurnRecords
+
+        return TurnRecords(records, file, mask, cache_dir=cache_dir)
+    return records
+
+
+def _open_kind(
+    file: StoredFile,
+    kind: str,
+    fields: TextFields,
+    *,
+    text_piece_bytes: int,
+    cache_dir: Path,
+    groups: RowGroupCache,
+    report_bytes: Callable[[int], None],
+) -> Records:
+    """Returns the records of a file of a format; see `open_file`."""
     # Formats that need a library are imported when a file of theirs is opened: pyarrow alone takes 0.1 s.
     match kind:
         case "text":

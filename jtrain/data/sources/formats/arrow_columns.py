@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.chat import LAYOUT_BYTES, ROLE_BYTES
+from jtrain.data.chat.messages import LAYOUT_BYTES, ROLE_BYTES
 from jtrain.data.sources.formats.masked_text import MaskFields, TextFields, set_messages, without_input
 from jtrain.data.sources.formats.record import SKIP, BadRecord
 from jtrain.errors import UserError
@@ -39,6 +39,10 @@ def check_columns(schema: Any, fields: TextFields, *, label: str) -> None:
                 f"{label}: column {mask.field!r} is {kind}, not lists of messages: {defect}. Set "
                 f"{field}.messages_field to a column of list<struct<role: string, content: string>>."
             )
+        for name in mask.names[1:]:
+            _type_at(schema, name, label=label, field=field, setting="tools_field")
+        if reason := without_input(mask, schema.names):
+            raise UserError(f"{label}: {reason}.")
         return
     if mask is None and {"input_ids", "labels"} <= set(schema.names):
         raise UserError(

@@ -1,12 +1,15 @@
 """Loss masks in records: a prompt before the text, or a field with the spans of it that are learned."""
 
 import dataclasses
+import hashlib
 import json
 import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from jtrain.data.sources.formats import chat
+from jtrain.data.chat.messages import is_chat
+from jtrain.data.chat.template import ChatRule
+from jtrain.data.chat.turns import RenderedChat, render_chat
 from jtrain.errors import UserError
 
 _WITHOUT_FIELDS = ("text", "webdataset", "grain")
@@ -21,15 +24,33 @@ class MaskedText(str):
 
     learned: spans (start, end) in characters, ascending and apart. The end of the document is learned if the
       last span reaches the end of the text.
+    of_template: True for the text of a chat template, which writes special tokens: they are tokens of the
+      tokenizer, and the document has no other begin.
+    ends: True if the end id of the document belongs to the text.
+    turns: texts of the turns of a chat that is one record a turn; empty if the text is the only record.
     """
 
     learned: tuple[tuple[int, int], ...]
+    of_template: bool = False
+    ends: bool = True
+    turns: tuple["MaskedText", ...] = ()
 
     def __new__(cls, text: str, learned: tuple[tuple[int, int], ...]) -> "MaskedText":
         # str is immutable, so the text is set in __new__; an attribute can follow.
         new = super().__new__(cls, text)
         new.learned = learned
         return new
+
+    @classmethod
+    def of_chat(cls, rendered: list[RenderedChat], rule: ChatRule) -> "MaskedText":
+        """Returns the text of a chat; of one that is split, the first turn with all of them in `turns`."""
+        texts = []
+        for chat in rendered:
+            texts.append(cls(chat.text, chat.learned))
+            texts[-1].of_template, texts[-1].ends = not rule.template.is_built_in, chat.ends
+        if len(texts) > 1:
+            texts[0].turns = tuple(texts)
+        return texts[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +60,13 @@ class MaskFields:
     field: name of the field of the prompt, the mask or the messages; of a prompt of several, joined by +.
     setting: name of the setting that names it.
     mask_prompt: False if the prompt, or what assistants did not say, is learned as well.
+    rule: rule by which chats become text.
     """
 
     field: str
     setting: Literal["prompt_field", "mask_field", "messages_field"]
     mask_prompt: bool
+    rule: ChatRule = dataclasses.field(default_factory=ChatRule)
 
     @property
     def is_prompt(self) -> bool:
@@ -57,10 +80,25 @@ class MaskFields:
     @property
     def names(self) -> list[str]:
         """Fields that are read of a record."""
-        return [name for name in self.field.split("+") if name] if self.is_prompt else [self.field]
+        if self.is_prompt:
+            return [name for name in self.field.split("+") if name]
+        return [self.field, *([self.rule.tools_field] if self.is_chat and self.rule.tools_field else [])]
+
+    @property
+    def is_split(self) -> bool:
+        """True if a chat may be one record a turn."""
+        return not self.rule.template.is_built_in and self.rule.on_rewritten_turn == "split"
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that decides what a chat becomes, for names of files."""
+        return hashlib.blake2b(str(self).encode(), digest_size=8).hexdigest()
 
     def value_of(self, read: Callable[[str], Any]) -> Any:
         """Returns the value to give to `join`; `read` returns the value of a field of the record."""
+        if self.is_chat:
+            tools = self.rule.tools_field
+            return read(self.field), _optional(read, tools) if tools else None
         values = [read(name) for name in self.names]
         if len(values) == 1:
             return values[0]
@@ -73,7 +111,7 @@ class MaskFields:
     def __str__(self) -> str:
         """Text that changes whenever other tokens could be learned."""
         suffix = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
-        return f"{self.setting}={self.field!r}{suffix}"
+        return f"{self.setting}={self.field!r}{suffix}{self.rule if self.setting != 'mask_field' else ''}"
 
     def join(self, text: Any, value: Any) -> MaskedText:
         """Returns the text to train on, of a record's text and the value in `field`.
@@ -83,14 +121,14 @@ class MaskFields:
             field's name.
         """
         if self.is_chat:
-            return MaskedText(*chat.render(value, mask_prompt=self.mask_prompt))
+            messages, tools = value
+            return self._text_of_chat(messages, tools=tools)
         if not self.is_prompt:
             return MaskedText(text, _spans(value, len(text)))
-        if chat.is_chat(text) and chat.is_chat(value):
-            rendered = chat.render([*value, *text], mask_prompt=self.mask_prompt, num_prompt=len(value))
-            return MaskedText(*rendered)
+        if is_chat(text) and is_chat(value):
+            return self._text_of_chat([*value, *text], num_prompt=len(value))
         if not isinstance(value, str) or not isinstance(text, str):
-            kinds = ["a list of messages" if chat.is_chat(v) else type(v).__name__ for v in (value, text)]
+            kinds = ["a list of messages" if is_chat(v) else type(v).__name__ for v in (value, text)]
             raise ValueError(
                 f"is {kinds[0]}, and the text {kinds[1]}: both are text, or both are lists of messages"
             )
@@ -100,6 +138,20 @@ class MaskFields:
         return MaskedText(
             value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end))
         )
+
+    def _text_of_chat(self, messages: Any, *, num_prompt: int = 0, tools: Any = None) -> MaskedText:
+        rendered = render_chat(
+            messages, self.rule, mask_prompt=self.mask_prompt, num_prompt=num_prompt, tools=tools
+        )
+        return MaskedText.of_chat(rendered, self.rule)
+
+
+def _optional(read: Callable[[str], Any], name: str) -> Any:
+    """Returns the value of a field that not every record has."""
+    try:
+        return read(name)
+    except KeyError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +179,9 @@ class TextFields:
     def in_text(self) -> list[str]:
         """Fields that make up the text: a prompt belongs to it."""
         # Spans are numbers beside the text; a prompt or a chat is text itself.
-        return self.read if self.mask is not None and self.mask.setting != "mask_field" else [self.text]
+        if self.mask is None or self.mask.setting == "mask_field":
+            return [self.text]
+        return [self.mask.field] if self.mask.is_chat else self.read
 
 
 def check_format(format: str, *, label: str, setting: str, name: str) -> None:
@@ -150,11 +204,16 @@ def check_format(format: str, *, label: str, setting: str, name: str) -> None:
 
 
 def without_input(mask: MaskFields | None, names: Collection[str]) -> str:
-    """Returns why a prompt is not whole, for a record with the fields of Alpaca; empty if it is.
+    """Returns why a record has more than is read of it: an input of Alpaca, or the tools of a chat; or empty.
 
     Args:
       names: fields of a record that are not empty, or columns.
     """
+    if mask is not None and mask.is_chat and mask.rule.tools_field is None and "tools" in names:
+        return (
+            "it has 'tools' beside the messages, which its chat template writes. Set tools_field to 'tools', or "
+            "to '' to leave them out"
+        )
     if mask is None or not mask.is_prompt or mask.field != "instruction" or "input" not in names:
         return ""
     return (

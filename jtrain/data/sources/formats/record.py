@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.chat import is_chat
+from jtrain.data.chat.messages import is_chat
 from jtrain.data.sources.formats.masked_text import TextFields, set_messages, without_input
 from jtrain.data.sources.retry import FileLost
 from jtrain.errors import UserError
