@@ -208,7 +208,9 @@ def test_an_adopted_index_is_not_opened_behind_a_url(
     write.write_raw(tmp_path / "a.bin", documents)
     index = run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     with web_store() as store:
-        store.files.update({f"data/{path.name}": path.read_bytes() for path in Path(index.location).iterdir()})
+        store.files.update(
+            {f"data/{path.name}": path.read_bytes() for path in Path(index.location).iterdir()}
+        )
         with pytest.raises(ValueError, match=r"/data: an adopted index refers to files of the machine"):
             PreparedIndex(f"{store.url}/data", cache_dir=tmp_path)
 
