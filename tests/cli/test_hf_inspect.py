@@ -167,7 +167,7 @@ def test_the_text_part_is_imported_without_the_others(
     sets |= {"data.eval_fraction": 0.0, "data.text_piece_bytes": 512, "eval.every_steps": None}
     assert model.rope.scaling is not None
     scaling = dataclasses.asdict(model.rope.scaling)
-    sets |= {"model.rope.scaling": "Llama3Scaling"}
+    sets |= {"model.rope.scaling": "jtrain.model.rope:Llama3Scaling"}
     sets |= {f"model.rope.scaling.{key}": value for key, value in scaling.items()}
     options = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     words = ["import", "--from", str(tmp_path / "model"), "--workdir", str(tmp_path / "run"), "--config=tiny"]

@@ -110,7 +110,7 @@ def test_a_failed_export_leaves_nothing(llama: Any, tmp_path: Path) -> None:
     """A failed export leaves no directory, since a half-written one would look like a model."""
     broken = {**llama.params, "final_norm": {"scale_D": np.ones(3, np.float32)}}
     config = config_from_model(llama.model, dtype="float32", max_seq_len=128, begin_id=None, end_id=0)
-    with pytest.raises(ValueError, match="broadcast"):
+    with pytest.raises(ValueError, match="cannot reshape array of size 3"):
         write_directory(tmp_path / "out", broken, llama.model, config, dtype="float32")
     assert list(tmp_path.iterdir()) == []
 
