@@ -24,7 +24,6 @@ _MODULES = (
     "short_convs",
     "nemotron_h",
     "falcon_h1",
-    "kimi_linear",
     "mixtures.llama4",
     "mixtures.sinks",
     "mixtures.windowed",
