@@ -9,7 +9,7 @@ from typing import Any
 
 from jtrain.errors import UserError, first_few
 from jtrain.hf.model_config import family_in, read_fields
-from jtrain.model.families import FAMILIES
+from jtrain.model.families import FAMILIES, LACKING
 from jtrain.model.families.config_fields import Fields, named
 from jtrain.model.families.family import Family
 
@@ -124,6 +124,11 @@ def _part(config: Mapping[str, Any], part: str | None) -> dict[str, Any]:
 def _unknown(config: dict[str, Any]) -> UserError:
     """The refusal of a model_type without a family: the nearest one, or what is missing for it."""
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in LACKING:
+        return UserError(
+            f"config.json: model_type={model_type!r} needs {LACKING[model_type]}, which jtrain does not have. "
+            f"Families that it has: {', '.join(FAMILIES)}."
+        )
     trials = [_Trial.of(config, family) for family in FAMILIES.values()]
     # A similar name tells more than the order of the families, of which the first are the plainest.
     similar = difflib.get_close_matches(str(model_type), FAMILIES, n=len(FAMILIES))
