@@ -67,7 +67,7 @@ def test_the_last_line_names_the_next_command(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("name", "word"), [pair for pair in COMMANDS if pair[0] != "node_check"])
 def test_every_command_of_a_user_has_a_next_one(name: str, word: str) -> None:
-    """Checks that each has one; tests/ways_out runs them. `node_check` is of the kits' own scripts."""
+    """Checks that each has one; `node_check` is of the scripts of the kits."""
     verb = VERBS[name]
     command = verb.commands[word] if word else verb.alone
     if command is not None:
