@@ -249,7 +249,6 @@ def test_what_no_model_would_sample_is_refused_by_its_name(
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no chat": ({"messages_field": None, "train_on": "last"}, r"train_on='last' is for chats\. Set .*messages_field"),
     "all and last": ({"mask_prompt": False, "train_on": "last"}, r"mask_prompt=False learns every .*train_on='last'"),
-    "no such rule": ({"train_on": "first"}, r"train_on='first' must be one of all, last"),
     "no file": ({"chat_template": "no.jinja"}, r"chat_template='no\.jinja': no such file; .*'roles'"),
     "no jinja": ({"chat_template": "{% for m in %}"}, r"chat_template: not a chat template: line 1: .* Mend it"),
     "tools": ({}, r"'tools' beside the messages.*Set tools_field to 'tools'"),
