@@ -78,6 +78,11 @@ def add_inspect_options(parser: Parser) -> None:
         ),
     )
     parser.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="print every token, those that are learned apart from those read",
+    )
 
 
 def add_bench_options(parser: Parser) -> None:
@@ -105,6 +110,8 @@ def add_sample_options(parser: Parser) -> None:
 
 def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
+    if args.order and args.tokens:
+        raise UserError("--tokens shows one step, and --order many. Leave one of them out.")
     if args.order:
         return inspect_order(args, dataset)
     if args.steps is not None:
@@ -116,7 +123,7 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
         raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
     from jtrain.data.inspect.step_contents import pieces_of_step  # lazy: imports numpy
 
-    pieces = pieces_of_step(dataset, step)
+    pieces = pieces_of_step(dataset, step, tokens=args.tokens)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
     # All rows of the step, whichever process of the run would read them.
@@ -129,6 +136,15 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     # With one source, its name would be the same in every line.
     several = len(dataset.names) > 1
     names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
+    if args.tokens:
+        from jtrain.data.inspect.token_runs import token_lines
+
+        learned = sum(sum(piece["is_learned"]) for piece in pieces)
+        print(f"{learned:,} tokens are learned, {tokens - learned:,} only read")
+        for name, piece in zip(names, pieces, strict=True):
+            print("\n".join([f"row {piece['row']}, {name}:", *token_lines(piece)]))
+        write_json(args, {"step": step, "tokens": tokens, "learned": learned, "pieces": pieces})
+        return 0
     table = Table("documents", numbers("row") + words("document") + numbers("tokens") + words("text"))
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"

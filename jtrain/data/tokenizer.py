@@ -139,7 +139,7 @@ class ByteTokenizer:
         ]
 
     def spell(self, token_id: int) -> str:
-        return bytes([token_id]).decode("latin-1")
+        return chr(token_id) if token_id < 128 else f"\\x{token_id:02x}"
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""
@@ -271,8 +271,9 @@ class HFTokenizer:
         return np.concatenate(ids), positions
 
     def spell(self, token_id: int) -> str:
-        token = self._rust.id_to_token(token_id)
-        return self._rust.decode([token_id], skip_special_tokens=False) or token or ""
+        text = self._rust.decode([token_id], skip_special_tokens=False)
+        # A token may be a part of a character.
+        return text if text and "\ufffd" not in text else self._rust.id_to_token(token_id) or ""
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns bytes from a table by id; None if a text that has the difficult cases does not add up.

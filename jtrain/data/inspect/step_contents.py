@@ -11,8 +11,11 @@ from jtrain.layout.constants import IGNORE
 from jtrain.runtime.multihost import process_index
 
 
-def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
+def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> list[dict[str, Any]]:
     """Returns one entry per document piece of batch `step`, in the order of rows and segments.
+
+    Args:
+      tokens: True to add `tokens`, as the vocabulary spells them, and `is_learned` of each.
 
     Returns:
       Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and
@@ -44,6 +47,10 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
                 "text": stream.tokenizer.decode([int(i) for i in ids]),
             }
         )
+        if tokens:
+            # Token i is the target at i - 1, so that the first token of a piece is never learned.
+            entries[-1]["tokens"] = [stream.tokenizer.spell(int(i)) for i in ids]
+            entries[-1]["is_learned"] = [False, *(target[:-1] != IGNORE).tolist()][: len(ids)]
         if stream.setup.source.mask is not None:
             # Token i is the target at i - 1, so that the first token of a piece is never learned.
             learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(

@@ -12,6 +12,8 @@ from bench.data_parts import chats
 from bench.data_parts.sampled_masks import SampledMasks
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.chat import environment
+from jtrain.data.inspect.step_contents import pieces_of_step
+from jtrain.data.inspect.token_runs import token_lines
 from jtrain.data.loss_mask import encode_parts, split_chunk
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats.masked_text import MaskedText
@@ -247,7 +249,6 @@ def test_what_no_model_would_sample_is_refused_by_its_name(
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no chat": ({"messages_field": None, "train_on": "last"}, r"train_on='last' is for chats\. Set .*messages_field"),
     "all and last": ({"mask_prompt": False, "train_on": "last"}, r"mask_prompt=False learns every .*train_on='last'"),
-    "no such rule": ({"train_on": "first"}, r"train_on='first' must be one of all, last"),
     "no file": ({"chat_template": "no.jinja"}, r"chat_template='no\.jinja': no such file; .*'roles'"),
     "no jinja": ({"chat_template": "{% for m in %}"}, r"chat_template: not a chat template: line 1: .* Mend it"),
     "tools": ({}, r"'tools' beside the messages.*Set tools_field to 'tools'"),
@@ -301,3 +302,33 @@ def test_every_kind_of_chat_is_sampled_as_it_is_learned(tmp_path: Path) -> None:
                 counts[verdict.removeprefix("split ")] += count
     assert counts["equal"] > 60, "most can be sampled"
     assert counts["refused"] > 10, "some cannot"
+
+
+def test_inspect_shows_every_token_and_which_are_learned(
+    tmp_path: Path, tokenizer: Callable[..., Path]
+) -> None:
+    folder = tokenizer(templates.PLAIN)
+    source = Source(
+        path=write_records(tmp_path, "jsonl", [{"messages": HELLO}] * 9),
+        messages_field="messages",
+        tokenizer=str(folder),
+    )
+    spec = PackedText(
+        sources={"sft": source},
+        seq_len=128,
+        global_batch=1,
+        eval_fraction=0.0,
+        engine="inline",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    [piece, *_] = pieces_of_step(open_dataset(spec, seed=0), 0, tokens=True)
+    lines = token_lines(piece)
+    shown = [(line[:9].strip(), line[9:].replace("\u00b7", "")) for line in lines]
+    assert shown == [
+        ("read", r"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ("learned", "Hello!<|im_end|>"),
+        ("read", r"\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"),
+        ("learned", "See you.<|im_end|>"),
+        ("read", r"\n"),
+    ]
+    assert lines[0].count("\u00b7") == len(piece["is_learned"][: piece["is_learned"].index(True)]) - 1
