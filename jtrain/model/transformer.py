@@ -18,7 +18,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
-from jtrain.model.block import Block, Blocks, BlockSpec
+from jtrain.model.block import Block, Blocks, BlockSpec, check_router_losses
 from jtrain.model.embedding import embedding_rows, normalized
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
@@ -135,6 +135,7 @@ class Transformer(nnx.Module):
                 f"model.num_layers={self.num_layers} is fewer than the {len(self.first)} blocks of model.first "
                 f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
             )
+        check_router_losses((*self.first, *self.period))
 
     @property
     def sizes(self) -> ModelSizes:
@@ -212,16 +213,18 @@ class Transformer(nnx.Module):
         shared = self.shared(batch)
         with jax.named_scope("layers"):
             carry = x_BLD, None if self.router is None else RouterLosses.zeros(self.router)
-            if self.first:
-                first = self._single(self.first_layers, "first_layers", placement)
-                carry = first(carry, params["first_layers"], shared)
+            carry = self.through_single("first_layers", params, carry, shared, placement)
             carry = scan_layers(
                 layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
             )
-            if self.last:
-                last = self._single(self.last_layers, "last_layers", placement)
-                carry = last(carry, params["last_layers"], shared)
-            return carry
+            return self.through_single("last_layers", params, carry, shared, placement)
+
+    def through_single(
+        self, path: str, params: Params, carry: LayerCarry, shared: "SharedValues", placement: Placement
+    ) -> LayerCarry:
+        """The carry after the `first_layers` or the `last_layers`, which are outside of the loop, if there are any."""
+        layers = self._single(getattr(self, path), path, placement) if path in params else None
+        return carry if layers is None else layers(carry, params[path], shared)
 
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
