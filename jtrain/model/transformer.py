@@ -222,9 +222,12 @@ class Transformer(nnx.Module):
     def through_single(
         self, path: str, params: Params, carry: LayerCarry, shared: "SharedValues", placement: Placement
     ) -> LayerCarry:
-        """The carry after the `first_layers` or the `last_layers`, which are outside of the loop, if there are any."""
-        layers = self._single(getattr(self, path), path, placement) if path in params else None
-        return carry if layers is None else layers(carry, params[path], shared)
+        """The carry after `first_layers` or `last_layers`, if there are any; what they keep stays on the device."""
+        if path not in params:
+            return carry
+        placement = dataclasses.replace(placement, offload=())
+        layers = self._run(getattr(self, path), path, placement)
+        return checkpoint_layer(layers, placement, scanned=False)(carry, params[path], shared)
 
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
@@ -265,11 +268,6 @@ class Transformer(nnx.Module):
         return checkpoint_layer(
             self._run(self.layers, "layers", placement), placement, scanned=self.scan_layers
         )
-
-    def _single(self, blocks: Blocks, path: str, placement: Placement) -> Layer:
-        """Blocks outside of the loop, as `layer`; what they keep stays on the device."""
-        placement = dataclasses.replace(placement, offload=())
-        return checkpoint_layer(self._run(blocks, path, placement), placement, scanned=False)
 
     def _run(self, blocks: Block | Blocks, path: str, placement: Placement) -> Layer:
         """`layer` of any blocks."""
