@@ -209,14 +209,12 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Residual stream after all layers, and the sum of their router losses (None if dense)."""
         # Unrolled layers are one iteration of the same scan: one path for both.
-        layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_periods
-        shared = self.shared(batch)
+        layer, weights = self.layer(placement), params["layers"]
+        unroll, shared = 1 if self.scan_layers else self.num_periods, self.shared(batch)
         with jax.named_scope("layers"):
             carry = x_BLD, None if self.router is None else RouterLosses.zeros(self.router)
             carry = self.through_single("first_layers", params, carry, shared, placement)
-            carry = scan_layers(
-                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
-            )
+            carry = scan_layers(layer, carry, weights, shared, unroll=unroll, offload=placement.offload)
             return self.through_single("last_layers", params, carry, shared, placement)
 
     def through_single(

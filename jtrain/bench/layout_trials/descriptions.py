@@ -17,7 +17,11 @@ from jtrain.model.latent_attention import LatentAttentionSpec
 from jtrain.model.mixer import MixerSpec
 from jtrain.model.mlp import ClampedSwiGLU, MLPSpec
 from jtrain.model.norm import NormSpec
-from jtrain.model.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from jtrain.model.recurrent.conv_mixer import ShortConvSpec
+from jtrain.model.recurrent.delta_net import DeltaNetSpec
+from jtrain.model.recurrent.mamba2 import Mamba2Spec
+from jtrain.model.recurrent.parallel import ParallelSpec
+from jtrain.model.rope import LinearScaling, Llama3Scaling, QueryTemperature, RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 

@@ -33,7 +33,7 @@ ATTENTION_FIELDS = frozenset(
     ]
 )
 """Fields of attention that the formula here knows."""
-MLP_FIELDS = frozenset("d_ff activation gated bias".split())
+MLP_FIELDS = frozenset(["d_ff", "activation", "gated", "bias"])
 """Fields of a dense layer that the formula here knows."""
 
 
