@@ -292,7 +292,8 @@ def simpler(description: Description) -> Iterator[Description]:
             blocks = model[name][:index] + model[name][index + 1 :]
             if blocks or name == "first":
                 yield with_blocks(**{name: blocks})
-    yield with_blocks()
+    if dict(with_blocks())["num_layers"] < model["num_layers"]:
+        yield with_blocks()
     for name in ("first", "pattern"):
         for index, block in enumerate(model[name]):
             for simple in _simpler_component(block):
