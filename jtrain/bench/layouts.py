@@ -7,12 +7,14 @@
 
 Trial i is the i-th of a sequence drawn from the seed so that every pair of settings meets soon: mesh axes
 over 8 emulated devices, ZeRO, offload, remat, microbatches, schedules, overlap, precisions, optimizers,
-models. Each makes three steps of the real train step on batches that differ in every row, and compares first
-weights, losses, gradients and parameters with one device, and with a float64 reference that has no code of
-jtrain (`layout_trials/float64.py`); the bounds are in `layout_trials/bounds.py`. A failed trial prints the
-command that repeats it alone, which also looks for fewer settings that fail. With --refusals settings that
-jtrain refuses are drawn, and the ways out that the messages name are followed: each must end the refusal, and
-one setting per reason is run. Exit code 1 if anything is unequal.
+models. Two of four models are descriptions by chance: any mixer, norm and feed-forward layer in any pattern
+(`layout_trials/descriptions.py`). Each trial makes three steps of the real train step on batches that differ
+in every row, and compares first weights, losses, gradients and parameters with one device, and with a float64
+reference that has no code of jtrain (`layout_trials/float64_model.py`); the bounds are in
+`layout_trials/bounds.py`. A failed trial prints the command that repeats it alone, which also looks for fewer
+settings that fail. With --refusals settings that jtrain refuses are drawn, and the ways out that the messages
+name are followed: each must end the refusal, and one setting per reason is run.
+Exit code 1 if anything is unequal.
 """
 
 import collections
@@ -98,6 +100,7 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
 
     draw, lab = pairs.Draw(seed), Lab()
     met_pairs: set[pairs.Pair] = set()
+    met_traits: set[pairs.Pair] = set()
     shares: dict[str, float] = {}
     unequal = 0
     # Settings are drawn from the first one on, because each draw depends on the pairs that were met before.
@@ -110,6 +113,7 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
             # Shares of a bound: the largest of each kind says how close to unequal the trials came.
             shares[kind] = max(shares.get(kind, 0.0), share)
         met_pairs |= pairs.pairs_of(setting)
+        met_traits |= pairs.trait_pairs(setting)
         unequal += bool(result.unequal)
         if not result.unequal:
             continue
@@ -125,6 +129,8 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
     # Pairs that every setting refuses cannot be met.
     possible = pairs.all_pairs() - draw.refused
     _print_tables(met_pairs, possible, shares)
+    all_traits = pairs.all_trait_pairs()
+    print(f"values of descriptions x values of layouts met: {len(met_traits)} of {len(all_traits)}")
     print(f"{len(chosen)} settings run, {unequal} unequal")
     yield row("settings that were run", float(len(chosen)), "settings")
     yield row("settings that were unequal", float(unequal), "settings", bar="<= 0")

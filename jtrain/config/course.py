@@ -193,5 +193,5 @@ class Trainer:
                 f"{path}: an identity layer is not zero"
             )
             # Rows of the layout, picked by the model's layer numbers.
-            flat[path] = array[[order.index(layer) for layer in range(self.model.num_layers)]]
+            flat[path] = array[[order.index(layer) for layer in range(self.model.num_periods)]]
         return flat

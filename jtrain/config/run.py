@@ -19,6 +19,7 @@ from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.block import check_blocks
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names, saveable
@@ -171,6 +172,8 @@ def validate(run: Run) -> None:
     # Checks that heads, widths and vocabulary split over the mesh,
     # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
+    is_ring = run.mesh.context > 1 and run.layout.context_attention == "ring"
+    check_blocks(run.model.blocks, sequence_groups=run.layout.sequence_groups, is_ring=is_ring)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))

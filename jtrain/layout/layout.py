@@ -242,9 +242,8 @@ def make_layout(
     # Raises for `as_needed`: a plan must have chosen a share before anything is laid out.
     shares = {name: spec.offload.share(name) for name in OFFLOADABLE}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
-    resident_letter = "K" if shared_by > 1 else "-"
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
-    stacked = {info.path: info.size for info in layers if resident_letter not in info.dims}
+    stacked = {info.path: info.size for info in layers if _devices_per_head(info, shared_by) == 1}
     total = sum(stacked.values())
     on_host = check_not_empty(
         "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked
@@ -269,7 +268,7 @@ def make_layout(
     for info in infos:
         dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
         # Only kernels of key and value heads are shared; query heads always split evenly, vectors are whole.
-        devices_per_head = shared_by if "K" in info.dims and info.is_matrix else 1
+        devices_per_head = _devices_per_head(info, shared_by)
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
@@ -295,6 +294,11 @@ def make_layout(
         layouts = _with_gradients_on_host(spec, mesh, layouts)
     shared_fields: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
     return Layout(spec, mesh, tuple(layouts), pipeline=stage_layout, pipeline_spec=pipeline, **shared_fields)
+
+
+def _devices_per_head(info: ParamInfo, shared_by: dict[str, int]) -> int:
+    """Number of devices along `tensor` that have the same part of a kernel of key or value heads."""
+    return shared_by.get(info.path.rpartition(".")[0], 1) if "K" in info.dims and info.is_matrix else 1
 
 
 def _with_gradients_on_host(
@@ -354,12 +358,6 @@ def _check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: Precisi
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
     """Places the layers on stages; refuses a model without stacked layers."""
-    if any(info.path.startswith(("first_layers.", "last_layers.")) for info in infos):
-        raise UserError(
-            f"mesh.stage={mesh.stage} cuts a model between repetitions of model.pattern, but this one has layers "
-            "before the first or after the last. Set mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor "
-            "or mesh.replica; or choose model.num_layers so that the pattern ends whole."
-        )
     # One length: all stacked parameters belong to the same layers.
     stacks = {info.shape[0] for info in infos if info.is_stacked}
     if len(stacks) != 1:
@@ -367,7 +365,9 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
             f"mesh.stage={mesh.stage} cuts a model between its layers, but this one has no single stack of "
             "them. Set mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
         )
-    return place_layers(spec, stages=mesh.stage, num_layers=stacks.pop())
+    # `layers.block_2.mlp.up_DF`: blocks of one repetition are numbered.
+    blocks = {info.path.split(".")[1] for info in infos if info.path.startswith("layers.block_")}
+    return place_layers(spec, stages=mesh.stage, num_layers=stacks.pop(), blocks=len(blocks) or None)
 
 
 def _check_groups(

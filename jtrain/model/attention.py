@@ -147,6 +147,11 @@ class Attention(Mixer):
                 self.q_norm = Norm("H", head_dim, **norm_options)
                 self.k_norm = Norm("H", head_dim, **norm_options)
             case "all":
+                if norm.kind != "rms":
+                    raise UserError(
+                        f"qk_norm=all in model.pattern with model.norm.kind={norm.kind}: over all heads there is "
+                        "only the root mean square. Set model.norm.kind=rms, or qk_norm=head."
+                    )
                 self.q_norm = Norm("NH", (num_heads, head_dim), **norm_options)
                 self.k_norm = Norm("KH", (num_kv_heads, head_dim), **norm_options)
             case "unscaled":

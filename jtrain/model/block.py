@@ -1,7 +1,7 @@
 """One layer of a decoder: a mixer of positions and a feed-forward layer, each the branch of a residual stream."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
@@ -16,6 +17,7 @@ from jtrain.model.mlp import MLP, MLPSpec
 from jtrain.model.moe import MoE
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.router import MoESpec, RouterLosses
+from jtrain.model.sequence_groups import check_groups
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, local_sequence, scatter_sequence
 
@@ -37,6 +39,14 @@ class BlockSpec:
     feed_forward: MLPSpec | MoESpec | None = MLPSpec()  # noqa: RUF009 - frozen
     norms: Literal["before", "after", "sandwich", "sandwich_mlp", "parallel", "parallel_shared"] = "before"
     residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.in_parallel and (self.mixer is None or self.feed_forward is None):
+            missing = "mixer" if self.mixer is None else "feed_forward"
+            raise UserError(
+                f"norms={self.norms} in model.pattern with {missing}=None: one branch has nothing beside it. Set "
+                "norms=before."
+            )
 
     @property
     def in_parallel(self) -> bool:
@@ -185,3 +195,39 @@ class Blocks(nnx.Module):
 
     def __iter__(self) -> Iterator[Block]:
         return (getattr(self, f"block_{index}") for index in range(self.count))
+
+
+def check_router_losses(blocks: Sequence[BlockSpec]) -> None:
+    """Refuses mixtures whose losses have different coefficients.
+
+    Raises:
+      UserError: names the field and its values.
+    """
+    routers = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoESpec)]
+    for field in ("balance_loss", "router_z_loss"):
+        values = dict.fromkeys(getattr(router, field) for router in routers)
+        if len(values) > 1:
+            raise UserError(
+                f"{field}={', '.join(map(str, values))} in the mixtures of model.pattern and model.first: the losses "
+                f"of all layers are added before their coefficient. Set one {field} in all of them."
+            )
+
+
+def check_blocks(blocks: Sequence[BlockSpec], *, sequence_groups: int, is_ring: bool) -> None:
+    """Refuses blocks that a layout does not compute.
+
+    Args:
+      is_ring: True if attention goes round a ring of devices.
+
+    Raises:
+      UserError: names the option, the block's field and the way out.
+    """
+    for block in dict.fromkeys(blocks):
+        if sequence_groups > 1:
+            check_groups(block, sequence_groups)
+        window = getattr(block.mixer, "window", None)
+        if is_ring and window is not None:
+            raise UserError(
+                f"layout.context_attention=ring with window={window} in model.pattern: a ring's blocks have no "
+                "distances. Set layout.context_attention=ulysses, or mesh.context=1."
+            )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.param import aligned, vector
 
@@ -26,6 +27,13 @@ class NormSpec:
     kind: Literal["rms", "layer"] = "rms"
     scale: Literal["ones", "one_plus", "none"] = "ones"
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bias and self.kind != "layer":
+            raise UserError(
+                f"model.norm.bias=True with model.norm.kind={self.kind}, which has no bias. Set "
+                "model.norm.bias=False, or model.norm.kind=layer."
+            )
 
     def module(self, dims: str, shape: int | tuple[int, ...], *, eps: float, layers: int = 0) -> "Norm":
         """The norm of a residual stream; a subclass may have one of its own."""

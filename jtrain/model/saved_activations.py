@@ -41,41 +41,46 @@ def kept_names(layout: Layout) -> tuple[str, ...] | None:
 
 
 def named_bytes(layout: Layout) -> dict[str, int]:
-    """Bytes per token of each named activation of one layer, including the layer's input.
+    """Bytes per token of each named activation of one turn of the loop over layers, including its input.
 
     Sum over all devices along `tensor`: each holds 1 / tensor, split by heads, by F, or by positions.
     """
-    size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
-    # A model without attention has neither N nor K.
-    size = dict(N=0, K=0, H=0) | size
-    wide = wide_per_token(layout)
+    heads: dict[str, dict[str, int]] = {}
+    for info in (p.info for p in layout.params if p.info.is_stacked):
+        heads.setdefault(info.path.rpartition(".")[0], {}).update(zip(info.dims, info.shape, strict=True))
+    # A turn may have several layers of attention, or none.
+    attentions = [size for size in heads.values() if set("NHD") <= set(size)]
     compute_bytes = itemsize(layout.precision.compute_dtype)
     # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy. Without K each head
     # has keys of its own.
-    keys = kv_heads_in_use(size.get("K", size["N"]), layout.mesh.tensor) * compute_bytes
-    latents = size["C"] + size["U"] + size.get("Q", 0) if "C" in size else 0
+    keys = [(kv_heads_in_use(size.get("K", size["N"]), layout.mesh.tensor), size) for size in attentions]
+    latents = sum(size["C"] + size["U"] + size.get("Q", 0) for size in attentions if "C" in size)
+    d_model = next(p.info.shape[p.info.dims.index("D")] for p in layout.params if "D" in p.info.dims)
     return {
-        LAYER_INPUT: size["D"] * compute_bytes,
-        "attention_q": size["N"] * size["H"] * compute_bytes,
-        "attention_k": keys * size["H"],
-        "attention_v": keys * size.get("P", size["H"]),
+        LAYER_INPUT: d_model * compute_bytes,
+        "attention_q": sum(size["N"] * size["H"] for size in attentions) * compute_bytes,
+        "attention_k": sum(heads * size["H"] for heads, size in keys) * compute_bytes,
+        "attention_v": sum(heads * size.get("P", size["H"]) for heads, size in keys) * compute_bytes,
         # Plus the log-partition of each head.
-        "attention": size["N"] * (size.get("P", size["H"]) * compute_bytes + _F32),
+        "attention": sum(
+            size["N"] * (size.get("P", size["H"]) * compute_bytes + _F32) for size in attentions
+        ),
         **({LATENT: latents * compute_bytes} if latents else {}),
-        "attention_out": size["D"] * compute_bytes,
-        "mlp_gate": wide * compute_bytes,
-        "mlp_up": wide * compute_bytes,
+        "attention_out": len(attentions) * d_model * compute_bytes,
+        "mlp_gate": wide_per_token(layout, "gate") * compute_bytes,
+        "mlp_up": wide_per_token(layout, "up") * compute_bytes,
     }
 
 
-def wide_per_token(layout: Layout) -> int:
+def wide_per_token(layout: Layout, name: str = "up") -> int:
     """Elements per token of one of the mlp's wide arrays, summed over all devices along `tensor`.
 
     For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
     """
     elements = 0
-    # gate and up have the same width, and not all have a gate: up stands for both.
-    for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("up_DF", "up_XDF")):
+    for info in (
+        p.info for p in layout.params if p.info.path.rpartition(".")[2] in (f"{name}_DF", f"{name}_XDF")
+    ):
         elements += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
     return elements
 
@@ -102,7 +107,7 @@ def offloaded_names(layout: Layout) -> tuple[str, ...]:
         return ()
     # The input is saved under every remat, so it is always a candidate.
     candidates = (LAYER_INPUT, *(kept_names(layout) or ()))
-    sizes = {name: n for name, n in named_bytes(layout).items() if name in candidates}
+    sizes = {name: n for name, n in named_bytes(layout).items() if name in candidates and n}
     chosen = largest_first(share * sum(sizes.values()), sizes)
     if not chosen:
         smallest = min(sizes, key=lambda name: sizes[name])

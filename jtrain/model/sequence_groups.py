@@ -58,7 +58,7 @@ def block_in_groups(
     """
     assert groups > 1, "one group has no order"
     assert x_BLD.shape[0] % groups == 0, "check_batch refuses it"
-    _check_block(block.spec, groups)
+    check_groups(block.spec, groups)
     assert rotation is not None, "checked"
     definition, weights = nnx.split(block)
     # A copy per group: gradients of shared weights would be added group by group, and rounded each time.
@@ -89,10 +89,13 @@ def block_in_groups(
     return jnp.concatenate(outputs)
 
 
-def _check_block(spec: Any, groups: int) -> None:
+def check_groups(spec: Any, groups: int) -> None:
     """Refuses blocks whose parts are not one attention and one dense layer after the other.
 
     Biases of outputs would be added once for each device along `tensor`.
+
+    Raises:
+      UserError: names the part.
     """
     for conflict, applies in (
         ("a block without grouped-query attention", not isinstance(spec.mixer, AttentionSpec)),

@@ -18,7 +18,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
-from jtrain.model.block import Block, Blocks, BlockSpec
+from jtrain.model.block import Block, Blocks, BlockSpec, check_router_losses
 from jtrain.model.embedding import embedding_rows, normalized
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
@@ -135,6 +135,7 @@ class Transformer(nnx.Module):
                 f"model.num_layers={self.num_layers} is fewer than the {len(self.first)} blocks of model.first "
                 f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
             )
+        check_router_losses((*self.first, *self.period))
 
     @property
     def sizes(self) -> ModelSizes:
@@ -208,20 +209,23 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Residual stream after all layers, and the sum of their router losses (None if dense)."""
         # Unrolled layers are one iteration of the same scan: one path for both.
-        layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_periods
-        shared = self.shared(batch)
+        layer, weights = self.layer(placement), params["layers"]
+        unroll, shared = 1 if self.scan_layers else self.num_periods, self.shared(batch)
         with jax.named_scope("layers"):
             carry = x_BLD, None if self.router is None else RouterLosses.zeros(self.router)
-            if self.first:
-                first = self._single(self.first_layers, "first_layers", placement)
-                carry = first(carry, params["first_layers"], shared)
-            carry = scan_layers(
-                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
-            )
-            if self.last:
-                last = self._single(self.last_layers, "last_layers", placement)
-                carry = last(carry, params["last_layers"], shared)
+            carry = self.through_single("first_layers", params, carry, shared, placement)
+            carry = scan_layers(layer, carry, weights, shared, unroll=unroll, offload=placement.offload)
+            return self.through_single("last_layers", params, carry, shared, placement)
+
+    def through_single(
+        self, path: str, params: Params, carry: LayerCarry, shared: "SharedValues", placement: Placement
+    ) -> LayerCarry:
+        """The carry after `first_layers` or `last_layers`, if there are any; what they keep stays on the device."""
+        if path not in params:
             return carry
+        placement = dataclasses.replace(placement, offload=())
+        layers = self._run(getattr(self, path), path, placement)
+        return checkpoint_layer(layers, placement, scanned=False)(carry, params[path], shared)
 
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
@@ -262,11 +266,6 @@ class Transformer(nnx.Module):
         return checkpoint_layer(
             self._run(self.layers, "layers", placement), placement, scanned=self.scan_layers
         )
-
-    def _single(self, blocks: Blocks, path: str, placement: Placement) -> Layer:
-        """Blocks outside of the loop, as `layer`; what they keep stays on the device."""
-        placement = dataclasses.replace(placement, offload=())
-        return checkpoint_layer(self._run(blocks, path, placement), placement, scanned=False)
 
     def _run(self, blocks: Block | Blocks, path: str, placement: Placement) -> Layer:
         """`layer` of any blocks."""

@@ -156,8 +156,14 @@ def schedule_of(pipeline: PipelineLayout, microbatches: int) -> PipelineSchedule
     return schedule
 
 
-def place_layers(spec: PipelineSpec, *, stages: int, num_layers: int) -> PipelineLayout:
+def place_layers(
+    spec: PipelineSpec, *, stages: int, num_layers: int, blocks: int | None = None
+) -> PipelineLayout:
     """Places the layers of a model on `stages` workers.
+
+    Args:
+      num_layers: layers that are alike; repetitions of a pattern, each of which is placed as one.
+      blocks: blocks of `model.pattern`; None without one.
 
     Raises:
       UserError: there are more chunks than layers, or as `virtual_stages`.
@@ -171,9 +177,11 @@ def place_layers(spec: PipelineSpec, *, stages: int, num_layers: int) -> Pipelin
         max_stages = num_layers // pipeline.chunks
         advice = f"Set mesh.stage to at most {max_stages}" if max_stages > 1 else "Set mesh.stage=1"
         or_chunks = ", or a schedule with one chunk (pipeline.schedule=1f1b)" if pipeline.chunks > 1 else ""
+        unit, number = "layers", f"model.num_layers={num_layers}"
+        if blocks is not None:
+            unit, number = "repetitions of model.pattern", f"its {blocks} blocks fit {num_layers} times"
         raise UserError(
             f"mesh.stage={stages}{per_worker} (pipeline.schedule={spec.schedule}) needs at least "
-            f"{pipeline.num_virtual} layers, but model.num_layers={num_layers}. {advice}{or_chunks}, or add "
-            "layers."
+            f"{pipeline.num_virtual} {unit}, but {number}. {advice}{or_chunks}, or add layers."
         )
     return pipeline

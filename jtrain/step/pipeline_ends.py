@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jtrain.layout.dims import IGNORE
+from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.model.forward_placement import Placement
+from jtrain.model.layer_scan import LayerCarry
 from jtrain.model.param import Params
+from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.zero import attach_values
 
@@ -38,7 +40,7 @@ class Ends:
 
     def embed(self, trained: Params, token_BL: Int[Array, "B L"]) -> Float[Array, "B _ D"]:
         """Embedding rows of the tokens, the same on every stage."""
-        part_BLD = self.model.embed(self._weights(trained), token_BL, self.placement)
+        part_BLD = self.model.embed(self.weights(trained), token_BL, self.placement)
         with jax.named_scope("embed"):
             return jax.lax.psum(part_BLD, "stage")  # of each row one stage has a term that is not zero
 
@@ -47,11 +49,11 @@ class Ends:
     ) -> Params:
         """Gradients of `trained` from that of the embedding on the worker `embed_worker`."""
         with jax.named_scope("embed"):
-            dx_BLD = jax.lax.psum(self._mask_others(self.embed_worker, dx_BLD), "stage")
+            dx_BLD = jax.lax.psum(self.mask_others(self.embed_worker, dx_BLD), "stage")
         # Every stage adds its rows to the sum, so each row's gradient is that of the sum.
         # Embedding is linear in the table, so its forward pass here is unused and XLA drops it.
         _, vjp = jax.vjp(
-            lambda weights: self.model.embed(self._weights(weights), token_BL, self.placement), trained
+            lambda weights: self.model.embed(self.weights(weights), token_BL, self.placement), trained
         )
         return vjp(dx_BLD)[0]
 
@@ -79,7 +81,7 @@ class Ends:
         own_TD, own_target_T = self._own_tokens(y_BLD), self._targets_by_owner(target_BL, y_BLD)
 
         def objective(trained: Params, x_TD: Array) -> tuple[Array, Array]:
-            weights = self._weights(trained)
+            weights = self.weights(trained)
             x_BLD = self.model.normed(weights, x_TD[None], self.placement)
             total, nats = self.model.cross_entropy(weights, x_BLD, own_target_T[None], self.placement)
             return total * unit, nats * unit
@@ -93,17 +95,19 @@ class Ends:
         self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]
     ) -> Float[Array, "B _"]:
         """Cross entropy of each token at this device's positions along `tensor`, the same on every stage."""
-        weights = self._weights(trained)
+        weights = self.weights(trained)
         # [None]: this stage's tokens as one row, for a model that takes [B, L].
         x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
         target_BL = self._targets_by_owner(target_BL, y_BLD)[None]
         own_T = self.model.nats_of(weights, x_BLD, target_BL, self.placement)[0]
         return self._gather_owners(own_T[:, None], y_BLD[..., :1])[..., 0]
 
-    def _weights(self, trained: Params) -> Params:
+    def weights(self, trained: Params) -> Params:
+        """What the forward pass reads."""
         return attach_values(self.layout, {**self.params, **trained}, self.params)
 
-    def _mask_others(self, worker: int, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    def mask_others(self, worker: int, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """The array on one worker, and zeros on the others."""
         return jnp.where(jax.lax.axis_index("stage") == worker, x, jnp.zeros_like(x))
 
     def _own_tokens(self, y_BLD: Float[Array, "B _ D"]) -> Float[Array, "T D"]:
@@ -111,7 +115,7 @@ class Ends:
         y_TD = _pad_tokens(y_BLD.reshape(-1, y_BLD.shape[-1]), self.placement.stage)
         with jax.named_scope("loss"):
             # A sum of one stage's values and zeros: a scatter from `head_worker` that SPMD can express.
-            return jax.lax.psum_scatter(self._mask_others(self.head_worker, y_TD), "stage", tiled=True)
+            return jax.lax.psum_scatter(self.mask_others(self.head_worker, y_TD), "stage", tiled=True)
 
     def _gather_owners(self, x_TD: Shaped[Array, "T D"], like_BLD: Array) -> Shaped[Array, "B _ D"]:
         """The tokens of all stages, in the shape of `like_BLD`."""
@@ -128,6 +132,83 @@ class Ends:
         # Padded tokens have no target and add no loss.
         padded = jnp.stack([_pad_tokens(target_T, stage, IGNORE) for target_T in by_tensor])
         return padded.reshape(tensor, stage, -1).swapaxes(0, 1).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EndLayers:
+    """Layers before and after those that stages share: `model.first`, and an unfinished last period.
+
+    Every stage computes them in the ticks of embedding and loss, in which all stages meet anyway, on the same
+    numbers or on zeros. Only one stage has cotangents, so gradients are those of one device after the sum over
+    `stage`. Their forward pass is computed again for the gradient.
+    """
+
+    ends: Ends
+    router: RouterLosses | None
+
+    def enter(self, trained: Params, parts: Batch, microbatch: Array) -> Float[Array, "B _ D"]:
+        """Input of the first virtual stage, the same on every stage."""
+        x_BLD = self.ends.embed(trained, parts.token_BL[microbatch])
+        if not self.ends.model.first:
+            return x_BLD
+        return self._through("first_layers", trained, x_BLD, parts, microbatch)[0]
+
+    def enter_gradient(
+        self, trained: Params, parts: Batch, microbatch: Array, dx_BLD: Float[Array, "B _ D"]
+    ) -> Params:
+        """Gradients of `trained` from that of `enter` on the worker `embed_worker`."""
+        token_BL = parts.token_BL[microbatch]
+        if not self.ends.model.first:
+            return self.ends.embed_gradient(trained, token_BL, dx_BLD)
+
+        def first(trained: Params, x_BLD: Array) -> LayerCarry:
+            return self._through("first_layers", trained, x_BLD, parts, microbatch)
+
+        _, vjp = jax.vjp(first, trained, self.ends.embed(trained, token_BL))
+        grads, dx_BLD = vjp(self._cotangents(self.ends.embed_worker, dx_BLD))
+        return jax.tree.map(jnp.add, grads, self.ends.embed_gradient(trained, token_BL, dx_BLD))
+
+    def loss(
+        self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array, unit: Array
+    ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
+        """As `Ends.loss`; behind further layers, the gradient of y is that of `head_worker`, and 0 elsewhere."""
+        target_BL = parts.target_BL[microbatch]
+        if not self.ends.model.last:
+            return self.ends.loss(trained, y_BLD, target_BL, unit)
+
+        def last(trained: Params, y_BLD: Array) -> LayerCarry:
+            return self._through_last(trained, y_BLD, parts, microbatch)
+
+        (x_BLD, _), vjp = jax.vjp(last, trained, y_BLD)
+        nats, grads, dx_BLD = self.ends.loss(trained, x_BLD, target_BL, unit)
+        last_grads, dy_BLD = vjp(self._cotangents(self.ends.head_worker, dx_BLD))
+        return nats, jax.tree.map(jnp.add, grads, last_grads), dy_BLD
+
+    def nats(
+        self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array
+    ) -> Float[Array, "B _"]:
+        """As `Ends.nats`."""
+        if self.ends.model.last:
+            y_BLD, _ = self._through_last(trained, y_BLD, parts, microbatch)
+        return self.ends.nats(trained, y_BLD, parts.target_BL[microbatch])
+
+    def _through_last(self, trained: Params, y_BLD: Array, parts: Batch, microbatch: Array) -> LayerCarry:
+        # Other workers have outputs of other layers: zeros keep finite what nobody reads.
+        y_BLD = self.ends.mask_others(self.ends.head_worker, y_BLD)
+        return self._through("last_layers", trained, y_BLD, parts, microbatch)
+
+    def _through(
+        self, path: str, trained: Params, x_BLD: Array, parts: Batch, microbatch: Array
+    ) -> LayerCarry:
+        model = self.ends.model
+        carry = x_BLD, None if model.router is None else RouterLosses.zeros(model.router)
+        shared = model.shared(jax.tree.map(lambda x: x[microbatch], parts))
+        with jax.named_scope("layers"):
+            return model.through_single(path, self.ends.weights(trained), carry, shared, self.ends.placement)
+
+    def _cotangents(self, worker: int, dx_BLD: Array) -> LayerCarry:
+        mask = self.ends.mask_others
+        return mask(worker, dx_BLD), jax.tree.map(lambda x: mask(worker, x), self.router)
 
 
 def _pad_tokens(x: Shaped[Array, "T ..."], stage: int, fill: int = 0) -> Shaped[Array, "_ ..."]:

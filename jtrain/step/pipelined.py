@@ -28,7 +28,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
-from jtrain.step.pipeline_ends import Ends
+from jtrain.step.pipeline_ends import EndLayers, Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
 from jtrain.step.stage_moves import send, store
@@ -122,6 +122,11 @@ class Worker:
     ends: Ends
     chunks: StageChunks
 
+    @property
+    def end_layers(self) -> EndLayers:
+        """Embedding and loss with the layers that stages do not share."""
+        return EndLayers(self.ends, self.chunks.router)
+
     def run(self, trained: Params, parts: Batch, unit: Float[Array, ""]) -> _Carry:
         """Runs all ticks.
 
@@ -208,7 +213,7 @@ class Worker:
         """`inputs` with the embedding of the microbatch that enters the pipeline."""
 
         def embed(inputs: Array) -> Array:
-            x_BLD = self.ends.embed(trained, parts.token_BL[row_F[Field.EMBED_MICROBATCH]])
+            x_BLD = self.end_layers.enter(trained, parts, row_F[Field.EMBED_MICROBATCH])
             # All workers compute the embedding, which sums over `stage`; one of them stores it.
             slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
             return store(inputs, slot, x_BLD)
@@ -251,7 +256,7 @@ class Worker:
         microbatch = row_F[Field.HEAD_MICROBATCH]
 
         def evaluate(nats_MBL: Array) -> Array:
-            return store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+            return store(nats_MBL, microbatch, self.end_layers.nats(trained, y_BLD, parts, microbatch))
 
         # This column is the same on all workers too: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
@@ -269,8 +274,8 @@ class Worker:
 
         def loss(head_sums: tuple[Array, Params, Array]) -> tuple[Array, Params, Array]:
             cotangents, end_grads, nats = head_sums
-            target_BL = parts.target_BL[row_F[Field.HEAD_MICROBATCH]]
-            nats_part, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
+            microbatch = row_F[Field.HEAD_MICROBATCH]
+            nats_part, grads, dy_BLD = self.end_layers.loss(trained, y_BLD, parts, microbatch, unit)
             cotangents = store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(end_grads, grads), nats + nats_part
 
@@ -342,8 +347,8 @@ class Worker:
         self, end_grads: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
     ) -> Params:
         def add(end_grads: Params) -> Params:
-            token_BL = parts.token_BL[row_F[Field.EMBED_GRADIENT_MICROBATCH]]
-            return _sum(end_grads, self.ends.embed_gradient(trained, token_BL, dx_BLD))
+            microbatch = row_F[Field.EMBED_GRADIENT_MICROBATCH]
+            return _sum(end_grads, self.end_layers.enter_gradient(trained, parts, microbatch, dx_BLD))
 
         has_gradient = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
         return jax.lax.cond(has_gradient, add, lambda end_grads: end_grads, end_grads)

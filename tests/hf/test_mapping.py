@@ -75,6 +75,15 @@ def test_there_and_back_is_bitwise(dtype: str, tied: bool, qk_norm: bool) -> Non
         assert got.tobytes() == want.tobytes()
 
 
+def test_a_tied_head_is_exported_once() -> None:
+    """As the embedding; an untied model has both."""
+    tied, untied = (
+        [name for name, _ in to_hf(params_of(model), model, dtype="float32")]
+        for model in (model_of(tie_embeddings=True), model_of(tie_embeddings=False))
+    )
+    assert sorted(untied) == sorted([*tied, "lm_head.weight"])
+
+
 @pytest.mark.smoke
 def test_back_and_there_is_bitwise(reference: Any) -> None:
     """A reference directory, imported and exported, has the same tensors."""

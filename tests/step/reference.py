@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtrain.bench.layout_trials import float64
+from jtrain.bench.layout_trials import float64_model
 from jtrain.layout.dims import Batch
+from jtrain.model.block import BlockSpec
+from jtrain.model.norm import NormSpec
 
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 
@@ -22,8 +24,10 @@ def loss_and_gradients(params: Any, batch: Batch, *, z_loss: float) -> tuple[flo
             for keys, x in leaves
         }
         arrays = {name: np.asarray(getattr(batch, name)) for name in ARRAYS}
-        sizes = float64.Sizes(z_loss=z_loss, tied="unembed_DV" not in flat)
-        (_, (nats, *_)), gradients = float64.differentiate(sizes)(flat, arrays)
+        model = float64_model.Model(
+            (), (BlockSpec(),), (), NormSpec(), num_routers=0, z_loss=z_loss, tied="unembed_DV" not in flat
+        )
+        (_, (nats, *_)), gradients = float64_model.differentiate(model)(flat, arrays)
         return float(nats), jax.tree.unflatten(structure, [np.asarray(gradients[path]) for path in flat])
 
 

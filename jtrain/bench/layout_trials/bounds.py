@@ -11,6 +11,7 @@ what the format adds where one device does not round: sums over devices, scales 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from jtrain.bench.layout_trials import float64
 from jtrain.bench.layout_trials.settings import (
-    FAMILIES,
     REJECTED,
     Setting,
     descent_of,
     is_exact,
     is_float32,
+    min_key_heads,
+    model_of,
 )
 from jtrain.config.course import GRADIENT, LOSS, Course
 
@@ -33,6 +35,8 @@ MEASURED = 10.0
 """Times by which differences may exceed those of the float64 reference with errors of `NOISE`."""
 NOISE = 2e-6
 """Error of a gradient in the float64 reference that measures what Adam and Muon make of it."""
+ZERO = 1e-2
+"""Size of the terms of a gradient that is zero, as a share of all gradients' norm."""
 FACTOR = 3.0
 """Times by which an error in fewer bits may exceed that of one device."""
 
@@ -188,6 +192,26 @@ def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
     return bound
 
 
+def largest_of(gradients: float64.Flat, path: str) -> float:
+    """Largest element of a gradient; a share of all gradients' norm for one that is zero by identity."""
+    if not is_zero(gradients, path):
+        return float(np.abs(gradients[path]).max())
+    return ZERO * _norm(gradients)
+
+
+def is_zero(gradients: float64.Flat, path: str) -> bool:
+    """True for the gradient of what changes nothing, such as a key's bias without rotary positions.
+
+    It is a sum that cancels: float32 keeps rounding of its terms. Exact zeros are no such sum.
+    """
+    largest = float(np.abs(gradients[path]).max())
+    return 0 < largest <= 1e-9 * _norm(gradients)
+
+
+def _norm(gradients: float64.Flat) -> float:
+    return math.sqrt(sum(float((value**2).sum()) for value in gradients.values()))
+
+
 def floor_of(setting: Setting) -> float:
     """Relative error of a gradient that a layout may add where one device in the same precision has none."""
     # Float32 sums in another order; then what each reduced precision adds.
@@ -224,7 +248,7 @@ def _first_step_in_fewer_bits(setting: Setting, comparison: Comparison, run: Cou
     for path, want in to.truth.mu.items():
         array = run.moments[f"mu {path}"].astype(np.float32)
         # Codes of 8 bits have no meaning without their scales.
-        if run.moments[f"mu {path}"].dtype == np.int8:
+        if run.moments[f"mu {path}"].dtype == np.int8 or is_zero(to.truth.mu, path):
             continue
         of_one = _relative(to.one_device.moments[f"mu {path}"].astype(np.float32) - want, want)
         bound = FACTOR * of_one + floor
@@ -261,12 +285,12 @@ def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
       num_steps: steps that were applied.
     """
     # A token of a mixture that goes to another expert has another gradient altogether.
-    gradient = 1.0 if FAMILIES[setting["model"]].get("moe") is None else 3.0
+    gradient = 1.0 if model_of(setting).router is None else 3.0
     bound = np.repeat(np.array([0.25, 0.02, gradient])[None, :, None], num_steps, axis=2)
     # The oldest applied step has scales of 1 on every layout.
     if setting["precision.compute_dtype"] == "float32":
         bound[:, :, -1] = GRADIENT
-        if setting["mesh.tensor"] > FAMILIES[setting["model"]]["num_kv_heads"]:
+        if setting["mesh.tensor"] > min_key_heads(setting):
             bound[:, 2, -1] = 1.0
     return bound
 
@@ -279,6 +303,8 @@ def _later_steps_in_fewer_bits(setting: Setting, comparison: Comparison, run: Co
             "later losses, fewer bits", f"{step + 1}, float64", abs(run.losses[step] - want), bound
         )
     for path, want in to.truth.last.items():
+        if is_zero(to.truth.mu, path):
+            continue
         # Relative to the update, since the weights themselves hardly move in three steps.
         update = want - to.one_device.first[path].astype(np.float64)
         error, of_one = (x.last[path].astype(np.float64) - want for x in (run, to.one_device))

@@ -1,37 +1,16 @@
-"""Reference in float64 with no code of jtrain: forward pass, loss, gradients, AdamW and Muon.
-
-Written from the papers and from the documentation of the settings, whole arrays on one device, every expert
-computed for every token. Gradients are JAX's own. It reads arrays by the names that checkpoints have, and
-nothing else.
-"""
+"""Reference in float64 with no code of jtrain: the steps of AdamW and Muon on `float64_model`."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jtrain.bench.layout_trials.float64_model import Model, differentiate
 
 type Flat = dict[str, np.ndarray]
 """Arrays by path, such as `layers.attention.q_DNH`; layers are stacked along the first dimension."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Settings of a model that its arrays do not show."""
-
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    tied: bool = False
-    z_loss: float = 0.0
-    experts: int = 0
-    top_k: int = 0
-    normalize_top_k: bool = True
-    balance_loss: float = 0.0
-    router_z_loss: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +64,7 @@ class ReferenceCourse:
 
 
 def train(
-    sizes: Sizes,
+    model: Model,
     descent: Descent,
     params: Flat,
     batches: Sequence[Mapping[str, np.ndarray]],
@@ -108,7 +87,7 @@ def train(
         v = {path: np.zeros_like(value) for path, value in p.items()}
         course = ReferenceCourse([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
         for step, batch in enumerate(batches):
-            (_, (loss, nats, closest)), gradient = differentiate(sizes)(p, batch)
+            (_, (loss, nats, closest)), gradient = differentiate(model)(p, batch)
             g = {path: np.asarray(value) for path, value in gradient.items()}
             # Sorted, so that each array gets the same errors in every run of the seed.
             for path, value in sorted(g.items() if noise else ()):
@@ -137,10 +116,11 @@ def train(
 def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[Flat, Flat, Flat]:
     new_p, new_m, new_v = dict(p), dict(m), dict(v)
     for path, value in p.items():
-        is_scale = path.rpartition(".")[2].startswith("scale_")
-        # Scales of norms are neither decayed nor orthogonalised.
-        decay = 0.0 if is_scale else d.weight_decay
-        if d.muon and path.startswith("layers.") and not is_scale:
+        # Vectors are neither decayed nor orthogonalised: scales of norms, biases, and those of one dimension.
+        name, _, letters = path.rpartition(".")[2].rpartition("_")
+        is_vector = "scale" in name or "bias" in name or len(letters) == 1 or "W" in letters
+        decay = 0.0 if is_vector else d.weight_decay
+        if d.muon and path.startswith("layers.") and not is_vector:
             new_m[path] = d.momentum * m[path] + (1 - d.momentum) * g[path]
             # Nesterov's look-ahead with both terms corrected for their own number of steps.
             lookahead = d.momentum * new_m[path] / (1 - d.momentum ** (step + 2))
@@ -177,116 +157,3 @@ def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
         x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
     x = x.swapaxes(1, 2) if tall else x
     return longer * x.reshape(stack.shape)
-
-
-@functools.cache
-def differentiate(sizes: Sizes) -> Callable[..., Any]:
-    """Function of (parameters, batch) that gives (objective, (loss, nats, closest)) and its gradients."""
-    return jax.jit(jax.value_and_grad(functools.partial(_objective, sizes), has_aux=True))
-
-
-def _objective(sizes: Sizes, p: Any, batch: Any) -> Any:
-    target = batch["target_BL"]
-    has_target = target >= 0
-    # A batch without any target has a loss of 0, not nan.
-    count = jnp.maximum(has_target.sum(), 1)
-    x, router, closest = _hidden(sizes, p, batch)
-    unembed = p["embed_VD"].T if sizes.tied else p["unembed_DV"]
-    logits = x @ unembed
-    partition = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
-    nats = jnp.where(has_target, partition - picked, 0.0)
-    penalty = jnp.where(has_target, sizes.z_loss * partition**2, 0.0)
-    loss = nats.sum() / count
-    # Penalties are sums over tokens too, divided by the same count.
-    return loss + (penalty.sum() + router) / count, (loss, nats, closest)
-
-
-def _hidden(sizes: Sizes, p: Any, batch: Any) -> Any:
-    position, segment = batch["position_BL"], batch["segment_BL"]
-    columns = jnp.arange(segment.shape[1])
-    causal = columns[:, None] >= columns[None, :]
-    may_see = causal[None] & (segment[:, :, None] == segment[:, None, :])
-    layers = {path.removeprefix("layers."): value for path, value in p.items() if path.startswith("layers.")}
-    num_layers = len(layers["attention_norm.scale_D"])
-
-    def layer(carry: Any, w: Any) -> Any:
-        x, router, closest = carry
-        x = x + _attention(sizes, w, _norm(x, w["attention_norm.scale_D"], sizes.norm_eps), position, may_see)
-        h = _norm(x, w["mlp_norm.scale_D"], sizes.norm_eps)
-        if not sizes.experts:
-            return (x + _swiglu(h, w["mlp.gate_DF"], w["mlp.up_DF"], w["mlp.down_FD"]), router, closest), None
-        # Padding is in no expert, so its router does not count.
-        y, losses, gap = _experts(sizes, w, h, segment > 0)
-        return (x + y, router + losses / num_layers, jnp.minimum(closest, gap)), None
-
-    first = (p["embed_VD"][batch["token_BL"]], jnp.zeros(()), jnp.full((), jnp.inf))
-    (x, router, closest), _ = jax.lax.scan(layer, first, layers)
-    return _norm(x, p["final_norm.scale_D"], sizes.norm_eps), router, closest
-
-
-def _norm(x: Any, scale: Any, eps: float) -> Any:
-    mean_square = (x * x).mean(axis=-1, keepdims=True)
-    return x / jnp.sqrt(mean_square + eps) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-
-
-def _rotate(sizes: Sizes, x: Any, position: Any) -> Any:
-    half = x.shape[-1] // 2
-    frequency = (sizes.rope_theta ** (-np.arange(half) / half)).astype(np.float32).astype(np.float64)
-    # Positions times frequencies in float32, as every implementation has them: its rounding is part of the
-    # model.
-    angle = (position[..., None].astype(jnp.float32) * frequency[None, None].astype(np.float32)).astype(
-        jnp.float64
-    )
-    cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def _attention(sizes: Sizes, w: Any, x: Any, position: Any, may_see: Any) -> Any:
-    q = jnp.einsum("bld,dnh->blnh", x, w["attention.q_DNH"])
-    k = jnp.einsum("bld,dkh->blkh", x, w["attention.k_DKH"])
-    v = jnp.einsum("bld,dkh->blkh", x, w["attention.v_DKH"])
-    if "attention.q_norm.scale_H" in w:
-        q = _norm(q, w["attention.q_norm.scale_H"], sizes.norm_eps)
-        k = _norm(k, w["attention.k_norm.scale_H"], sizes.norm_eps)
-    q, k = _rotate(sizes, q, position), _rotate(sizes, k, position)
-    # Key heads are repeated, as the plain formula has it.
-    shared_by = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, shared_by, axis=2), jnp.repeat(v, shared_by, axis=2)
-    scores = jnp.einsum("blnh,bmnh->bnlm", q, k) / math.sqrt(q.shape[-1])
-    # A query sees at least itself, so no row is empty.
-    weight = jax.nn.softmax(jnp.where(may_see[:, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("blnh,nhd->bld", jnp.einsum("bnlm,bmnh->blnh", weight, v), w["attention.o_NHD"])
-
-
-def _swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    g = x @ gate
-    return (g * jax.nn.sigmoid(g) * (x @ up)) @ down
-
-
-def _experts(sizes: Sizes, w: Any, x: Any, valid: Any) -> Any:
-    logits = x @ w["mlp.router_DX"]
-    chance = jax.nn.softmax(logits, axis=-1)
-    # Gradients do not flow through the choice of experts.
-    ranked = jnp.sort(jax.lax.stop_gradient(logits), axis=-1)[..., ::-1]
-    # The gap between the last chosen and the first not chosen expert.
-    gap = jnp.where(valid, ranked[..., sizes.top_k - 1] - ranked[..., sizes.top_k], jnp.inf).min()
-    chosen = jax.lax.stop_gradient(logits) >= ranked[..., sizes.top_k - 1 : sizes.top_k]
-    weight = jnp.where(chosen, chance, 0.0)
-    if sizes.normalize_top_k:
-        # Weights of the chosen experts sum to 1 only if the model normalises them.
-        weight = weight / weight.sum(axis=-1, keepdims=True)
-    gate, up = (jnp.einsum("bld,xdf->blxf", x, w[f"mlp.{name}_XDF"]) for name in ("gate", "up"))
-    expert_outputs = jnp.einsum("blxf,xfd->blxd", gate * jax.nn.sigmoid(gate) * up, w["mlp.down_XFD"])
-    y = jnp.einsum("blxd,blx->bld", expert_outputs, weight)
-    y = jnp.where(valid[..., None], y, 0.0)  # padding goes to no expert
-    if "mlp.shared.gate_DF" in w:
-        y = y + _swiglu(x, w["mlp.shared.gate_DF"], w["mlp.shared.up_DF"], w["mlp.shared.down_FD"])
-    slots = (chosen & valid[..., None]).sum(axis=1)
-    tokens = jnp.maximum(valid.sum(axis=1), 1)[:, None]
-    # 1 for every expert if tokens are spread evenly.
-    share = slots * (sizes.experts / sizes.top_k) / tokens
-    balance = (share * jnp.where(valid[..., None], chance, 0.0).sum(axis=1)).sum()
-    z = jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0).sum()
-    return y, sizes.balance_loss * balance + sizes.router_z_loss * z, gap

@@ -4,8 +4,11 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from jtrain.bench.layout_trials.descriptions import all_traits, draw_description, traits
 from jtrain.bench.layout_trials.refusals import follow
 from jtrain.bench.layout_trials.settings import (
+    DESCRIBED,
+    DESCRIPTION,
     DEVICES,
     FACTORS,
     OF_A_PRECISION,
@@ -21,10 +24,12 @@ type Pair = tuple[tuple[str, str], tuple[str, str]]
 PATHS = tuple(FACTORS)
 IN_FLOAT32 = tuple(path for path in PATHS if not path.startswith(OF_A_PRECISION))
 """Factors that a trial in float32 may change."""
+OF_THE_LAYOUT = tuple(path for path in PATHS if path.startswith(("mesh.", "layout.", "pipeline.", "data.")))
+"""Factors that place a model on devices."""
 
 
 def pairs_of(setting: Setting) -> set[Pair]:
-    """All pairs of factors of a setting."""
+    """All pairs of factors of a setting; every description counts as `described`."""
     # In the order of PATHS, so that a pair has one form only.
     return set(itertools.combinations([(path, str(setting[path])) for path in PATHS], 2))
 
@@ -39,11 +44,26 @@ def all_pairs(paths: tuple[str, ...] = PATHS) -> set[Pair]:
     }
 
 
+def trait_pairs(setting: Setting) -> set[Pair]:
+    """Pairs of a field of a description and a factor of the layout; none without a description."""
+    if setting["model"] != DESCRIBED:
+        return set()
+    values = [(path, str(setting[path])) for path in OF_THE_LAYOUT]
+    return set(itertools.product(traits(setting[DESCRIPTION]), values))
+
+
+def all_trait_pairs() -> set[Pair]:
+    """All pairs of a value of a field of a description and a value of a factor of the layout."""
+    values = [(path, str(value)) for path in OF_THE_LAYOUT for value in FACTORS[path]]
+    return set(itertools.product(all_traits(), values))
+
+
 class Draw:
     """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
 
     Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have
-    not met in float32 yet. `refused` has the pairs that no setting could be found for.
+    not met in float32 yet. Two of four have a description of their own. `refused` has the pairs that no
+    setting could be found for.
     """
 
     def __init__(self, seed: int) -> None:
@@ -51,18 +71,22 @@ class Draw:
         # Two sets: pairs in any precision, and pairs within float32.
         self.unmet = {False: all_pairs(), True: all_pairs(IN_FLOAT32)}
         self.refused: set[Pair] = set()
+        self.description: Setting = {}
 
     def __iter__(self) -> Iterator[Setting]:
         for number in itertools.count():
-            setting = self._setting(in_float32=number % 2 == 0)
+            self.description = {DESCRIPTION: draw_description(self.rng)}
+            setting = self._setting(in_float32=number % 2 == 0, described=number % 4 >= 2)
+            if setting["model"] != DESCRIBED:
+                setting = setting | {DESCRIPTION: None}
             met = pairs_of(setting)
             self.unmet[False] -= met
             if number % 2 == 0:
                 self.unmet[True] -= met
             yield setting
 
-    def _setting(self, *, in_float32: bool) -> Setting:
-        setting, fixed = self._start(in_float32)
+    def _setting(self, *, in_float32: bool, described: bool) -> Setting:
+        setting, fixed = self._start(in_float32, {"model": DESCRIBED} if described else {})
         unmet = self.unmet[in_float32]
         for path in self._shuffled(IN_FLOAT32 if in_float32 else PATHS):
             if path in fixed:
@@ -82,29 +106,40 @@ class Draw:
                     break
         return setting
 
-    def _start(self, in_float32: bool) -> tuple[Setting, tuple[str, ...]]:
-        """A setting with an unmet pair, and the factors of the pair; any setting if all pairs have met."""
+    def _start(self, in_float32: bool, demanded: Setting) -> tuple[Setting, tuple[str, ...]]:
+        """A setting with an unmet pair, and the factors that it was made for; any setting if all pairs have met.
+
+        Args:
+          demanded: values that the setting must have.
+        """
         unmet = self.unmet[in_float32]
         values = {path: {str(value): value for value in FACTORS[path]} for path in PATHS}
-        while unmet:
-            # Sorted, because the order of a set differs between processes.
-            pair = self.rng.choice(sorted(unmet))
+        # Sorted, because the order of a set differs between processes.
+        for pair in self._shuffled(tuple(sorted(unmet))):
             chosen = {path: values[path][text] for path, text in pair}
-            if (setting := self._with(chosen, in_float32)) is not None:
-                return setting, tuple(chosen)
+            if any(chosen.get(path, value) != value for path, value in demanded.items()):
+                continue
+            if (setting := self._with(demanded | chosen, in_float32)) is not None:
+                return setting, (*demanded, *chosen)
+            # Another description may allow the pair.
+            if demanded:
+                continue
             # No setting was found for it, so it is not tried again.
             unmet.discard(pair)
             if not in_float32:
                 self.refused.add(pair)
         # All pairs have met: six factors by chance.
         paths = IN_FLOAT32 if in_float32 else PATHS
-        chosen = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, 6)}
+        chosen = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, 6)} | demanded
         setting = self._with(chosen, in_float32)
-        return (defaults(), ()) if setting is None else (setting, tuple(chosen))
+        if setting is None:
+            return defaults() | self.description | demanded, tuple(demanded)
+        return setting, (*demanded, *chosen)
 
     def _with(self, chosen: Setting, in_float32: bool) -> Setting | None:
         """A setting with these values that jtrain takes: by the ways out of its refusals, else by chance."""
-        setting, _ = follow(defaults() | chosen, keep=tuple(chosen))
+        base = defaults() | self.description
+        setting, _ = follow(base | chosen, keep=tuple(chosen))
         paths = [path for path in (IN_FLOAT32 if in_float32 else PATHS) if path not in chosen]
         # Few changes first, then more, four times over: 48 tries at most.
         for count in (1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5) * 4:
@@ -112,7 +147,7 @@ class Draw:
                 return setting
             random_changes = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, count)}
             # The chosen values last, so that chance does not overwrite them.
-            setting, _ = follow(defaults() | random_changes | chosen, keep=tuple(chosen))
+            setting, _ = follow(base | random_changes | chosen, keep=tuple(chosen))
         return None
 
     def _new_pairs(self, setting: Setting, path: str, value: object, unmet: set[Pair]) -> int:
@@ -129,7 +164,7 @@ class Draw:
 
 
 def _only(setting: Setting, paths: tuple[str, ...]) -> bool:
-    return all(path in paths or value == FACTORS[path][0] for path, value in setting.items())
+    return all(path in paths or setting[path] == FACTORS[path][0] for path in PATHS)
 
 
 def random_settings(seed: int) -> Iterator[Setting]:
@@ -137,8 +172,11 @@ def random_settings(seed: int) -> Iterator[Setting]:
     rng = random.Random(f"layouts refused {seed}")
     while True:
         setting = defaults()
+        # Drawn for every second one: drawing takes longer than a refusal.
+        if rng.random() < 0.5:
+            setting |= {"model": DESCRIBED, DESCRIPTION: draw_description(rng)}
         for path in rng.sample(PATHS, rng.randint(3, 12)):
-            setting[path] = rng.choice(FACTORS[path])
+            setting[path] = rng.choice([v for v in FACTORS[path] if v != DESCRIBED or setting[DESCRIPTION]])
         # Otherwise most refusals would be for the number of devices.
         if count_devices(setting) <= DEVICES:
             yield setting

@@ -5,8 +5,12 @@ import functools
 import math
 from typing import Any
 
+from jtrain.bench.layout_trials import descriptions
 from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, ROWS
-from jtrain.bench.layout_trials.float64 import Descent, Sizes
+from jtrain.bench.layout_trials.descriptions import Description
+from jtrain.bench.layout_trials.float64 import Descent
+from jtrain.bench.layout_trials.float64_model import Model
+from jtrain.bench.layout_trials.one_device_layers import on_one_device
 from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError
@@ -14,6 +18,7 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import LayoutSpec, OffloadSpec
 from jtrain.layout.mesh import AXES, MeshSpec
 from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.attention import AttentionSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
@@ -23,12 +28,16 @@ from jtrain.pipeline.spec import PipelineSpec
 DEVICES = 8
 NUM_STEPS = 20
 """Length of the schedule; a trial makes only its first steps."""
-VOCABULARY = 64
+VOCABULARY = descriptions.SIZES["vocab_size"]
 REJECTED = 2
 """Number of the step, from 1, whose update `step.rejects` leaves out."""
 
 type Setting = dict[str, Any]
-"""Value of every factor by its path."""
+"""Value of every factor by its path, and of `DESCRIPTION` where the model is `described`."""
+
+DESCRIBED = "described"
+"""Model that is a description by chance."""
+DESCRIPTION = "model.description"
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # Powers of two, at most half of the devices, so that an axis always leaves room for another.
@@ -70,7 +79,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer.moment_dtype": ("float32", "bfloat16", "bfloat16_sr", "int8"),
     "optimizer.master_dtype": ("none", "float32"),
     "optimizer.param_rounding": ("nearest", "stochastic"),
-    "model": ("llama", "qwen3", "moe", "moe, shared expert"),
+    "model": ("llama", "qwen3", "moe", "moe, shared expert", DESCRIBED),
     "model.scan_layers": (True, False),
     # More tokens than a batch has (one chunk), fewer, and the size that the library chooses.
     "model.loss_chunk_tokens": (1024, 16, "auto"),
@@ -85,7 +94,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 """Values of each factor; the first is the default. Factors of `step` are no options of a config."""
 
-OF_A_REFERENCE = ("optimizer", "model", "step.rejects")
+OF_A_REFERENCE = ("optimizer", "model", DESCRIPTION, "step.rejects")
 """Factors that change the numbers of a run in float32; so do those whose path begins with these:"""
 OF_A_PRECISION = ("precision.", "optimizer.")
 
@@ -107,7 +116,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         moe=MoESpec(num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3),
     ),
 }
-"""Models, with heads that `tensor` splits, shares between devices, or cannot split."""
+"""Models of flat fields, with heads that `tensor` splits, shares between devices, or cannot split."""
 
 PERMUTES = tuple(
     (op, "permute")
@@ -122,12 +131,12 @@ PERMUTES = tuple(
 
 def defaults() -> Setting:
     """One device in float32, nothing else."""
-    return {path: values[0] for path, values in FACTORS.items()}
+    return {path: values[0] for path, values in FACTORS.items()} | {DESCRIPTION: None}
 
 
 def changed_factors(setting: Setting) -> Setting:
     """The factors that are not at their default."""
-    return {path: value for path, value in setting.items() if value != FACTORS[path][0]}
+    return {path: value for path, value in setting.items() if value != FACTORS.get(path, (None,))[0]}
 
 
 def is_float32(setting: Setting) -> bool:
@@ -160,6 +169,16 @@ _LISTED: dict[int, tuple[ParamInfo, ...]] = {}
 alive."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _DrawnVector(ParamInfo):
+    """Scale or bias that does not begin at one or zero, where some mistakes would change nothing."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """False, although it is drawn."""
+        return False
+
+
 class _Model(Transformer):
     """A model that lists its parameters once."""
 
@@ -170,13 +189,38 @@ class _Model(Transformer):
         return _LISTED[id(self)]
 
 
+class _DescribedModel(_Model):
+    """A model whose vectors are drawn as well."""
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter, sorted by path."""
+        if id(self) not in _LISTED:
+            _LISTED[id(self)] = tuple(
+                _DrawnVector(**vars(info) | {"init": "normal", "std": 0.5}) if info.init != "normal" else info
+                for info in super().param_infos()
+            )
+        return _LISTED[id(self)]
+
+
+def model_of(setting: Setting) -> Transformer:
+    """The model of a setting; equal settings give the same object."""
+    return _make_model(
+        *(setting[f"model.{name}"] for name in ("scan_layers", "loss_chunk_tokens", "attention_chunk")),
+        setting["model"],
+        setting[DESCRIPTION] if setting["model"] == DESCRIBED else None,
+    )
+
+
 @functools.cache
-def make_model(family: str, scan_layers: bool, chunk: int | str, attention_chunk: int) -> Transformer:
-    """Builds a model; equal arguments give the same object."""
-    # Small sizes that 2 and 4 divide: heads, widths and vocabulary split on every axis.
-    sizes: dict[str, Any] = dict(d_model=32, num_heads=4, head_dim=8, vocab_size=VOCABULARY, norm_eps=1e-5)
-    sizes |= dict(scan_layers=scan_layers, loss_chunk_tokens=chunk)
-    return _Model(**sizes, attention_chunk=attention_chunk, **FAMILIES[family])
+def _make_model(
+    scan_layers: bool, chunk: int | str, attention_chunk: int, family: str, description: Description | None
+) -> Transformer:
+    options: dict[str, Any] = dict(
+        scan_layers=scan_layers, loss_chunk_tokens=chunk, attention_chunk=attention_chunk
+    )
+    if description is not None:
+        return _DescribedModel(**descriptions.SIZES | options | dict(description))
+    return _Model(**descriptions.SIZES | options | FAMILIES[family])
 
 
 @functools.cache
@@ -221,10 +265,7 @@ def make_run(setting: Setting) -> Run:
         pipeline=PipelineSpec(**options_of["pipeline."]),
         precision=PrecisionSpec(**options_of["precision."]),
         kernels=PERMUTES if setting["kernels"] == "permutes" else (),
-        model=make_model(
-            setting["model"],
-            *(setting[f"model.{name}"] for name in ("scan_layers", "loss_chunk_tokens", "attention_chunk")),
-        ),
+        model=model_of(setting),
         optimizer=optimizer(peak_lr=3e-3, warmup_steps=4, **options_of["optimizer."]),
         data=_data(setting["data.context_order"]),
         eval=EvalSpec(every_steps=None),
@@ -247,20 +288,31 @@ def refusal(setting: Setting) -> UserError | None:
     return None
 
 
-def sizes_of(setting: Setting) -> Sizes:
+def reference_of(setting: Setting) -> Model:
     """Settings of the model, for the float64 reference."""
-    family = FAMILIES[setting["model"]]
-    moe = family.get("moe")
-    routed = {} if moe is None else dataclasses.asdict(moe)
-    experts = {
-        name: routed[name] for name in ("top_k", "normalize_top_k", "balance_loss", "router_z_loss") if routed
-    }
-    return Sizes(
-        tied=family.get("tie_embeddings", False),
-        z_loss=family.get("z_loss", 0.0),
-        experts=routed.get("num_experts", 0),
-        **experts,
+    model = model_of(setting)
+    return Model(
+        model.first,
+        model.period,
+        model.last,
+        model.norm,
+        model.num_routers,
+        model.norm_eps,
+        model.tie_embeddings,
+        model.z_loss,
+        model.embedding_scale,
+        model.logit_scale,
+        model.embedding_norm,
+        model.logit_soft_cap,
+        on_one_device(model.sizes, model.norm),
     )
+
+
+def min_key_heads(setting: Setting) -> int:
+    """Key heads of the layer that has the fewest."""
+    model = model_of(setting)
+    mixers = (block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec))
+    return min((mixer.head_sizes(model.sizes)[1] for mixer in mixers), default=DEVICES)
 
 
 def descent_of(setting: Setting) -> Descent:
@@ -276,4 +328,7 @@ def count_devices(setting: Setting) -> int:
 
 def as_text(setting: Setting) -> str:
     """The factors that are not at their default, in one line."""
-    return ", ".join(f"{path}={value}" for path, value in changed_factors(setting).items()) or "all defaults"
+    changed = changed_factors(setting)
+    if (description := changed.pop(DESCRIPTION, None)) is not None:
+        changed["model"] = f"described by {descriptions.as_text(description)}"
+    return ", ".join(f"{path}={value}" for path, value in changed.items()) or "all defaults"

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from jtrain.bench.layout_trials import float64
 from jtrain.bench.layout_trials.adversarial_batch import draw_batch
 from jtrain.bench.layout_trials.bounds import NOISE, Comparison, References, compare
+from jtrain.bench.layout_trials.descriptions import simpler
 from jtrain.bench.layout_trials.settings import (
+    DESCRIBED,
+    DESCRIPTION,
     FACTORS,
     REJECTED,
     VOCABULARY,
@@ -22,8 +25,8 @@ from jtrain.bench.layout_trials.settings import (
     is_float32,
     make_run,
     one_device,
+    reference_of,
     refusal,
-    sizes_of,
 )
 from jtrain.config.course import BatchArrays, Course, Trainer
 from jtrain.errors import UserError
@@ -106,7 +109,7 @@ class Lab:
         first = self._trained(key, variant).first
         rejected = (REJECTED - 1,) if setting["step.rejects"] else ()
         run = functools.partial(
-            float64.train, sizes_of(setting), descent_of(setting), first, batches_of(variant), rejected
+            float64.train, reference_of(setting), descent_of(setting), first, batches_of(variant), rejected
         )
         # Two runs with errors, whose larger deviation counts.
         return run(), [run(noise=NOISE, seed=seed) for seed in range(2)]
@@ -163,10 +166,19 @@ def batches_of(variant: int) -> tuple[BatchArrays, ...]:
 def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
     """A setting that still fails with as few changes from the defaults as one pass over them finds."""
     for path in list(changed_factors(setting)):
+        # A description is simplified below; the model without one is another.
+        if path not in FACTORS:
+            continue
         smaller = setting | {path: FACTORS[path][0]}
         # Each change is dropped once, in order; a smaller setting must still be accepted and still fail.
         if refusal(smaller) is None and fails(smaller):
             setting = smaller
+    while setting["model"] == DESCRIBED:
+        candidates = (setting | {DESCRIPTION: simple} for simple in simpler(setting[DESCRIPTION]))
+        smaller = next((s for s in candidates if refusal(s) is None and fails(s)), None)
+        if smaller is None:
+            break
+        setting = smaller
     return setting
 
 
