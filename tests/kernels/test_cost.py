@@ -51,7 +51,7 @@ def test_every_config_takes_the_fused_attention_of_its_chip(chip: str) -> None:
     assert {"llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b", "tiny"} <= set(CONFIGS)
     spec = device.from_name(chip)
     for name in CONFIGS:
-        avals = of_config(name)
+        avals: Any = of_config(name)
         choice = registry.choose(ATTENTION, spec, avals)
         expected = EXPECTED_OF_WIDE_HEADS if avals["q_BLNH"].shape[-1] > 128 else EXPECTED
         assert choice.implementation.name == expected[chip], name

@@ -3,7 +3,7 @@
 import datetime
 import functools
 import json
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -22,7 +22,7 @@ _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}`, which some templates put around what assistants say."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 - of the class, as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
