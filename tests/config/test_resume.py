@@ -107,7 +107,9 @@ def refusal_of(change: str, name: str) -> str:
 
 def test_only_precision_and_kernels_may_be_allowed_to_change(tmp_path: Path) -> None:
     """A name that is none is refused with those that there are."""
-    with pytest.raises(UserError, match=r"precison: Did you mean precision\? It takes code, precision, kernels"):
+    with pytest.raises(
+        UserError, match=r"precison: Did you mean precision\? It takes code, precision, kernels"
+    ):
         check_same_run(tmp_path, text_of(), allow=["precison"])
 
 
