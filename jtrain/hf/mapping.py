@@ -112,7 +112,8 @@ class Part:
                 index.append((0 if letter == "1" else part) if letter.isdigit() else slice(None))
                 letters += "" if letter.isdigit() else letter
             axis += 1
-        view = theirs.reshape(expanded)[tuple(index)]
+        # With an ellipsis, a single number is an array as well, and a view of theirs.
+        view = theirs.reshape(expanded)[(*index, ...)]
         return np.transpose(view, [letters.index(letter) for letter in self._our_dims])
 
     def _length(self, term: str) -> int:

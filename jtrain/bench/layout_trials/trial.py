@@ -28,13 +28,16 @@ from jtrain.bench.layout_trials.settings import (
     reference_of,
     refusal,
 )
-from jtrain.config.course import BatchArrays, Course, Trainer
+from jtrain.config.course import ArraysByPath, BatchArrays, Course, Trainer
 from jtrain.errors import UserError
 from jtrain.model import expert_dispatch
 
 STEPS = 3
 VARIANTS = 3
 """Numbers of steps of a run, and of sequences of batches of which a trial takes one."""
+ULP = 2.0**-23
+MOVED = (-2, -1, 1, 2, 5, 8)
+"""Ulps by which embeddings are moved: an element at an edge falls to its other side in about half of the runs."""
 CLOSE = 3e-5
 """Difference of router logits below which float32 may choose another expert than float64."""
 
@@ -61,6 +64,7 @@ class Lab:
     def __init__(self) -> None:
         self._trained = functools.cache(self._train_one_device)
         self._truths = functools.cache(self._train_truth)
+        self._moved = functools.cache(self._train_moved)
 
     def trial(self, setting: Setting, number: int) -> Result:
         """Runs a setting on the batches of trial `number`."""
@@ -95,11 +99,27 @@ class Lab:
                     if is_float32(setting)
                     else on_one_device
                 )
-                return References(exact, on_one_device, truth, disturbed), batches_of(chosen)
+                key = _key(one_device(setting, precision=True))
+                moved = functools.partial(self._moved, key, chosen)
+                return References(exact, on_one_device, truth, disturbed, moved), batches_of(chosen)
         raise AssertionError("every sequence of batches has a token that two experts serve equally well")
 
     def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
         return train(_trainer(key), defaults() | dict(key), batches_of(variant), None)
+
+    def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[ArraysByPath]:
+        """Histories of 8-bit matmuls of runs whose embeddings are some ulps larger or smaller."""
+        setting, first_state = defaults() | dict(key), self._trained(key, variant).first_state
+        given = setting | {"step.first weights": "given"}
+
+        def histories(ulps: int) -> ArraysByPath:
+            run = make_run(setting)
+            scale = run.model.embedding_scale * (1 + ulps * ULP)
+            moved = dataclasses.replace(run, model=dataclasses.replace(run.model, embedding_scale=scale))
+            trainer = Trainer(moved, checksums=setting["step.checksums"])
+            return train(trainer, given, batches_of(variant), first_state).scaling
+
+        return [histories(ulps) for ulps in MOVED]
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
