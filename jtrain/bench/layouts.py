@@ -7,7 +7,7 @@
 
 Trial i is the i-th of a sequence drawn from the seed so that every pair of settings meets soon: mesh axes
 over 8 emulated devices, ZeRO, offload, remat, microbatches, schedules, overlap, precisions, optimizers,
-models. Two of four models are descriptions by chance: any mixer, norm and feed-forward layer in any pattern
+models. One of four models is a description by chance: any mixer, norm and feed-forward layer in any pattern
 (`layout_trials/descriptions.py`). Each trial makes three steps of the real train step on batches that differ
 in every row, and compares first weights, losses, gradients and parameters with one device, and with a float64
 reference that has no code of jtrain (`layout_trials/float64_model.py`); the bounds are in

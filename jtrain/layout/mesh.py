@@ -124,10 +124,12 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
         product = " * ".join(f"{axis}={shape[axis]}" for axis in axes)
         below = size - size % shards
         nearest = f"{below}, {below + shards}" if below else f"{shards}"
-        fields = ", ".join("mesh." + axis for axis in axes)
+        fields = "change one of " + ", ".join("mesh." + axis for axis in axes)
+        if len(axes) == 1:
+            fields = f"mesh.{axes[0]} to a divisor of {size}"
         raise UserError(
             f"{name}={size} does not split evenly over mesh axes {product} = {shards} shards. "
-            f"Nearest sizes that do: {nearest}. Set {name}, or change one of {fields}."
+            f"Nearest sizes that do: {nearest}. Set {name}, or {fields}."
         )
     return size // shards
 

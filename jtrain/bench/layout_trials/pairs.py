@@ -62,7 +62,7 @@ class Draw:
     """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
 
     Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have
-    not met in float32 yet. Two of four have a description of their own. `refused` has the pairs that no
+    not met in float32 yet. One of four has a description of its own. `refused` has the pairs that no
     setting could be found for.
     """
 
@@ -76,7 +76,7 @@ class Draw:
     def __iter__(self) -> Iterator[Setting]:
         for number in itertools.count():
             self.description = {DESCRIPTION: draw_description(self.rng)}
-            setting = self._setting(in_float32=number % 2 == 0, described=number % 4 >= 2)
+            setting = self._setting(in_float32=number % 2 == 0, described=number % 4 == 2)
             if setting["model"] != DESCRIBED:
                 setting = setting | {DESCRIPTION: None}
             met = pairs_of(setting)
@@ -99,8 +99,8 @@ class Draw:
                 self._shuffled(FACTORS[path]),
                 key=lambda value: (-new[value], value != FACTORS[path][0] and self.rng.random() < 0.5),
             )
-            # The best value, or the second best; further ones add few pairs.
-            for value in order[:2]:
+            # The best value that is not refused: descriptions have more refusals than flat models.
+            for value in order[:4]:
                 if value == setting[path] or refusal(setting | {path: value}) is None:
                     setting = setting | {path: value}
                     break
