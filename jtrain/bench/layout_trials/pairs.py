@@ -58,11 +58,15 @@ def all_trait_pairs() -> set[Pair]:
     return set(itertools.product(all_traits(), values))
 
 
+CANDIDATES = 2
+"""Settings that are drawn for each that is taken: the one that meets more new pairs."""
+
+
 class Draw:
     """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
 
     Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have
-    not met in float32 yet. One of four has a description of its own. `refused` has the pairs that no
+    not met in float32 yet. Once these have met, one of four has a description of its own. `refused` has the pairs that no
     setting could be found for.
     """
 
@@ -75,15 +79,21 @@ class Draw:
 
     def __iter__(self) -> Iterator[Setting]:
         for number in itertools.count():
-            self.description = {DESCRIPTION: draw_description(self.rng)}
-            setting = self._setting(in_float32=number % 2 == 0, described=number % 4 == 2)
-            if setting["model"] != DESCRIBED:
-                setting = setting | {DESCRIPTION: None}
+            # While pairs are left, those with a description bring descriptions too.
+            described = number % 4 == 2 and not self.unmet[True]
+            candidates = [self._candidate(number % 2 == 0, described) for _ in range(CANDIDATES)]
+            setting = max(candidates, key=lambda candidate: len(pairs_of(candidate) & self.unmet[False]))
             met = pairs_of(setting)
             self.unmet[False] -= met
             if number % 2 == 0:
                 self.unmet[True] -= met
             yield setting
+
+    def _candidate(self, in_float32: bool, described: bool) -> Setting:
+        """A setting, with a description that nobody else has if it wants one."""
+        self.description = {DESCRIPTION: draw_description(self.rng)}
+        setting = self._setting(in_float32=in_float32, described=described)
+        return setting if setting["model"] == DESCRIBED else setting | {DESCRIPTION: None}
 
     def _setting(self, *, in_float32: bool, described: bool) -> Setting:
         setting, fixed = self._start(in_float32, {"model": DESCRIBED} if described else {})
