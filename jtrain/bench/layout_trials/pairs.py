@@ -66,8 +66,8 @@ class Draw:
     """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
 
     Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have
-    not met in float32 yet. Once these have met, one of four has a description of its own. `refused` has the pairs that no
-    setting could be found for.
+    not met in float32 yet. Once these have met, one of four has a description of its own. `refused` has the
+    pairs that no setting could be found for.
     """
 
     def __init__(self, seed: int) -> None:
