@@ -39,8 +39,8 @@ def _scores(
     """Scaled and capped scores in float32, -inf where masked; a row may be fully masked."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     seen_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
-    s_BKGLM = capped(s_BKGLM * q_BLKGH.shape[-1] ** -0.5, soft_cap)
-    return jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf)
+    seen_B11LM = seen_BLM[:, None, None]
+    return jnp.where(seen_B11LM, capped(s_BKGLM * q_BLKGH.shape[-1] ** -0.5, soft_cap), -jnp.inf)
 
 
 def forward(
