@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jtrain.hf.peers.draw import batches
 from jtrain.hf.prove import against_one_device
@@ -55,6 +56,7 @@ def drawn(model: Transformer) -> Any:
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
 
 
+@pytest.mark.slow
 def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
     """Loss and gradients of the first step, with layers before, in and after the pattern."""
     model = Transformer(
