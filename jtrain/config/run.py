@@ -20,6 +20,7 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.block import check_blocks
+from jtrain.model.embedding import check_embedding_norm
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names, saveable
@@ -174,6 +175,8 @@ def validate(run: Run) -> None:
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
     is_ring = run.mesh.context > 1 and run.layout.context_attention == "ring"
     check_blocks(run.model.blocks, sequence_groups=run.layout.sequence_groups, is_ring=is_ring)
+    if run.model.embedding_norm:
+        check_embedding_norm(run.mesh.stage)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))

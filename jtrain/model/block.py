@@ -225,7 +225,10 @@ def check_blocks(blocks: Sequence[BlockSpec], *, sequence_groups: int, is_ring: 
     for block in dict.fromkeys(blocks):
         if sequence_groups > 1:
             check_groups(block, sequence_groups)
-        window = getattr(block.mixer, "window", None)
+        # Mixers that stand beside each other are checked one by one.
+        mixers = getattr(block.mixer, "mixers", (block.mixer,))
+        windows = (getattr(mixer, "window", None) for mixer in mixers)
+        window = next((window for window in windows if window is not None), None)
         if is_ring and window is not None:
             raise UserError(
                 f"layout.context_attention=ring with window={window} in model.pattern: a ring's blocks have no "

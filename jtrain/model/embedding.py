@@ -12,17 +12,26 @@ from jtrain.model.norm import unscaled_norm
 from jtrain.model.tensor_parallel import scatter_sequence
 
 
-def normalized(x_BLD: Float[Array, "B _ D"], placement: Placement, eps: float) -> Float[Array, "B _ D"]:
-    """Embedding rows divided by their root mean square.
+def check_embedding_norm(stage: int) -> None:
+    """Refuses norms of embeddings over stages.
 
     Raises:
       UserError: each stage of a pipeline has only a part of what the rows are the sum of.
     """
-    if placement.stage > 1:
+    if stage > 1:
         raise UserError(
-            f"model.embedding_norm=True with mesh.stage={placement.stage}: stages add up their parts of the "
-            "embedding after it. Set mesh.stage=1."
+            f"model.embedding_norm=True with mesh.stage={stage}: stages add up their parts of the embedding after "
+            "it. Set mesh.stage=1."
         )
+
+
+def normalized(x_BLD: Float[Array, "B _ D"], placement: Placement, eps: float) -> Float[Array, "B _ D"]:
+    """Embedding rows divided by their root mean square.
+
+    Raises:
+      UserError: as `check_embedding_norm`.
+    """
+    check_embedding_norm(placement.stage)
     return unscaled_norm("D", x_BLD.shape[-1], eps=eps)(x_BLD)
 
 
