@@ -92,6 +92,15 @@ class MoESpec:
                 f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={self.num_experts}, "
                 f"and model.moe.top_groups={self.top_groups} be from 1 to num_groups. Set one of them."
             )
+        if (
+            self.group_score == "best_two"
+            and self.top_groups < self.num_groups
+            and self.num_experts < 2 * self.num_groups
+        ):
+            raise UserError(
+                f"model.moe.group_score=best_two with {self.num_experts} experts in model.moe.num_groups="
+                f"{self.num_groups}: a group has one expert. Set model.moe.group_score=best."
+            )
         if self.top_k > self.num_experts // self.num_groups * self.top_groups:
             raise UserError(
                 f"model.moe.top_k={self.top_k} is more than the experts of model.moe.top_groups="
