@@ -58,7 +58,11 @@ _MODELS: dict[str, Words] = {
     "rotary positions rotate pairs": sets("model.head_dim=31"),
     "Set model.moe=None for a dense model": sets("model.moe.num_experts=1", of=MOE),
     " must be from 1 to model.moe.num_experts=": sets("model.moe.top_k=9", of=MOE),
-    "a group has one expert": sets("model.moe.num_groups=8", "model.moe.top_groups=4", of=MOE),
+    "a group has one expert": sets(
+        "model.moe.num_groups=8",
+        "model.moe.top_groups=4",
+        of=["launch", "--config=tiny_moe", *TEXT, "--dry-run"],
+    ),
     "or give them as fractions of the run": sets("optimizer.warmup_steps=100"),
     "and the moment comes to rest": sets("optimizer.moment_dtype=bfloat16", "optimizer.b2=0.999"),
     "the masters lose nothing": sets("optimizer.master_dtype=float32", "optimizer.param_rounding=stochastic"),

@@ -129,7 +129,8 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         mesh.tensor if spec.tensor_overlap and of_layers else 0,
         kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
         max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
-        moe and dataclasses.replace(moe, num_experts=2, top_k=1),
+        # Without groups: their choice is a few numbers a token.
+        moe and dataclasses.replace(moe, num_experts=2, top_k=1, num_groups=1, top_groups=1),
         num_pieces(rows * seq_len // mesh.context, exchanged_moe.top_k) if exchanged_moe else 0,
         exchanged_moe is not None and exchanged_moe.num_experts // mesh.expert < exchanged_moe.top_k,
         model.qk_norm if of_layers or at_end else False,
