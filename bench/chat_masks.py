@@ -49,14 +49,14 @@ STOPS = {
 """Stop tokens of the models, by the beginning of a template's name; the first is the end token."""
 
 
-def run(options: Options) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Returns the rows of all templates."""
-    if options.trl is None:
+    if args.trl is None:
         raise UserError(
             "chat_masks needs the wheel of trl: pip download trl==1.16.0 --no-deps, then --trl FILE."
         )
-    chats, rows, totals = conversations(options.conversations), [], Counter[str]()
-    for name, template in _templates(options.trl, options.only or "").items():
+    chats, rows, totals = conversations(args.conversations), [], Counter[str]()
+    for name, template in _templates(args.trl, args.only or "").items():
         stops = next(stops for prefix, stops in STOPS.items() if name.startswith(prefix))
         for rule in ("refuse", "split"):
             with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def test_launch_stays_thin() -> None:
 def test_print_config_prints_the_golden_text() -> None:
     """And starts no backend, so it works beside a running job."""
     done = python("-m", "jtrain.launch", "--config=tiny", "--print-config")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "next: jtrain launch --config=tiny\n")
     assert done.stdout == (ROOT / "tests" / "golden" / "tiny.txt").read_text()
 
 

@@ -108,7 +108,7 @@ def test_schedules_that_need_more_microbatches_are_left_out_of_the_comparison(
     assert main(["pipeline", "--stages", "4", "--microbatches", "3", "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert set(json.loads(printed.out)) == {"gpipe", "1f1b", "zb-h1"}
-    assert [line.split(": ")[0] for line in printed.err.splitlines()] == ["not compared"] * 3
+    assert [line.split(": ")[0] for line in printed.err.splitlines()] == ["not compared"] * 3 + ["next"]
     assert "stages=0 must be at least 1" in output("--stages", "0", "--microbatches", "3", code=2)
 
 

@@ -82,6 +82,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_biases_are_the_same_on_every_layout() -> None:
     """After two steps each has moved by whole steps of the rate, and not one differs."""
     packed = {name: np.asarray(array) for name, array in batches(0, 64)["packed"].items()}
@@ -110,6 +111,7 @@ def test_a_rate_needs_a_bias_and_float32() -> None:
         validate(run_of({}, {}, param_dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_experts_with_biases_compute_the_same_on_layouts() -> None:
     """Clamped gates and biases of experts, of which every device along `expert` and `tensor` has a part."""
     from jtrain.hf.prove import against_one_device

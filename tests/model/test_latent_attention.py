@@ -74,6 +74,7 @@ def compare(pattern: tuple[BlockSpec, ...], first: tuple[BlockSpec, ...], layout
     assert all(check.is_equal for check in checks), checks
 
 
+@pytest.mark.slow
 def test_layouts_of_latent_attention_compute_what_one_device_does() -> None:
     """Heads, latents' positions, ZeRO's parts of latents, and experts, each split over an axis."""
     layouts = {
