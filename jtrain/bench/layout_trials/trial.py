@@ -28,7 +28,7 @@ from jtrain.bench.layout_trials.settings import (
     reference_of,
     refusal,
 )
-from jtrain.config.course import ArraysByPath, BatchArrays, Course, Trainer
+from jtrain.config.course import BatchArrays, Course, Trainer
 from jtrain.errors import UserError
 from jtrain.model import expert_dispatch
 
@@ -107,19 +107,19 @@ class Lab:
     def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
         return train(_trainer(key), defaults() | dict(key), batches_of(variant), None)
 
-    def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[ArraysByPath]:
-        """Histories of 8-bit matmuls of runs whose embeddings are some ulps larger or smaller."""
+    def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[Course]:
+        """Runs whose embeddings are some ulps larger or smaller."""
         setting, first_state = defaults() | dict(key), self._trained(key, variant).first_state
         given = setting | {"step.first weights": "given"}
 
-        def histories(ulps: int) -> ArraysByPath:
+        def moved_by(ulps: int) -> Course:
             run = make_run(setting)
             scale = run.model.embedding_scale * (1 + ulps * ULP)
             moved = dataclasses.replace(run, model=dataclasses.replace(run.model, embedding_scale=scale))
-            trainer = Trainer(moved, checksums=setting["step.checksums"])
-            return train(trainer, given, batches_of(variant), first_state).scaling
+            trainer = Trainer(moved, checksums=bool(setting["step.checksums"]))
+            return train(trainer, given, batches_of(variant), first_state)
 
-        return [histories(ulps) for ulps in MOVED]
+        return [moved_by(ulps) for ulps in MOVED]
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
