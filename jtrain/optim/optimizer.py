@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import FIELDS, Layout, LayoutSpec
+from jtrain.optim.expert_load import step_against_load
 from jtrain.optim.learning_rate import whole_steps
 from jtrain.optim.newton_schulz import matrix_dims, orthogonal_step
 from jtrain.optim.rounding import Noise, round_alone, to_bfloat16
@@ -156,17 +157,14 @@ class Optimizer:
         """
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
-            by_path = flatten_by_path(self.params, grads)
-            norm = optax.tree.norm({path: _f32(g) for path, g in by_path.items() if not self._is_load(path)})
+            by_path = flatten_by_path(self.params, grads).items()
+            norm = optax.tree.norm({k: _f32(grad) for k, grad in by_path if self.infos[k].init != "load"})
         clip = self.spec.clip_norm
         # A NaN norm makes a NaN scale: the guard sees the norm and does not apply the update.
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
         # With b1=0.9 the first update scales its moment by 1 / (1 - 0.9^1) = 10.
         mu_scale, nu_scale = (1.0 / (1.0 - b ** (step + 1)) for b in (self.spec.b1, self.spec.b2))
         return Update(step, self.learning_rate(step), norm, scale, mu_scale, nu_scale, jnp.asarray(True))
-
-    def _is_load(self, path: str) -> bool:
-        return self.infos[path].init == "load"
 
     def update_param(
         self,
@@ -265,7 +263,8 @@ class Optimizer:
         """
         spec = self.spec
         if info.init == "load":
-            return step_against_load(update, info, grad, param), leaf
+            moved = step_against_load(grad, param, rate=info.std)
+            return jnp.where(update.applied, moved, param), leaf
         mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
         if uses_muon(spec, info):
@@ -309,19 +308,6 @@ class Optimizer:
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""
         return select_params(self.params, lambda info: name in arrays(self.spec, info))
-
-
-def step_against_load(update: Update, info: ParamInfo, load_X: Array, bias_X: Array) -> Array:
-    """New correction bias: a step up for experts with less than the mean load, down for those with more.
-
-    Args:
-      load_X: tokens of the global batch that chose each expert, [X] or of each layer [Y, X].
-    """
-    # Whole numbers, so that an expert with exactly the mean load stays where it is.
-    experts, load_X = load_X.shape[-1], _f32(load_X)
-    below_mean_X = jnp.sign(jnp.sum(load_X, axis=-1, keepdims=True) - experts * load_X)
-    new_X = (_f32(bias_X) + round_alone(info.std * below_mean_X)).astype(bias_X.dtype)
-    return jnp.where(update.applied, new_X, bias_X)
 
 
 def check_layout(spec: AdamW | Muon, layout: Layout) -> None:

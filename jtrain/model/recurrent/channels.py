@@ -1,15 +1,57 @@
-"""What recurrent mixers share: convolutions over the channels of heads, decays, and gated norms."""
+"""What recurrent mixers share: their two calls, convolutions over the channels of heads, decays, and gated norms."""
 
+import abc
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
+from jtrain.model.mixer import Mixer, Rotation
 from jtrain.model.param import aligned, vector, weight
-from jtrain.model.tensor_parallel import local_part
+from jtrain.model.tensor_parallel import TensorAxis, local_part
+
+
+class RecurrentMixer(Mixer):
+    """Mixer without positions, whose cache is what it knows after the last token."""
+
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        rotation: Rotation,
+        segment_BL: Int[Array, "B L"],
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        context: ops.RowSplit = ops.WHOLE_ROWS,
+    ) -> Float[Array, "B _ D"]:
+        """Output at this device's positions; inside, its heads or channels at all positions along `tensor`."""
+        del rotation
+        return self.mix(x_BLD, segment_BL, tensor, context, None)[0]
+
+    def extend(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        rotation: Rotation,
+        position_BL: Int[Array, "B L"],
+        valid_BL: Bool[Array, "B L"],
+        cache: Any,
+    ) -> tuple[Float[Array, "B L D"], Any]:
+        """Output at the next positions of one document, on one device, and what is known after them."""
+        del rotation, position_BL
+        # Segment 0 is padding, which leaves a state as it is.
+        return self.mix(x_BLD, valid_BL.astype(jnp.int32), TensorAxis(), ops.WHOLE_ROWS, cache)
+
+    @abc.abstractmethod
+    def mix(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        segment_BL: Int[Array, "B L"],
+        tensor: TensorAxis,
+        context: ops.RowSplit,
+        cache: Any,
+    ) -> tuple[Float[Array, "B _ D"], Any]:
+        """Output at this device's positions, and the cache after them; no `cache` at the start of rows."""
 
 
 class ShortConv(nnx.Module):

@@ -1,16 +1,15 @@
 """Gated short convolution (LFM2, arXiv:2511.23404)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jtrain.model import ops
-from jtrain.model.mixer import Mixer, MixerSpec, Rotation
+from jtrain.model.mixer import MixerSpec
 from jtrain.model.norm import NormSpec
 from jtrain.model.param import aligned, vector, weight
-from jtrain.model.recurrent.channels import ShortConv
+from jtrain.model.recurrent.channels import RecurrentMixer, ShortConv
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
 
@@ -48,7 +47,7 @@ class ShortConvSpec(MixerSpec):
         return 6 * self.taps * sizes.d_model
 
 
-class GatedShortConv(Mixer):
+class GatedShortConv(RecurrentMixer):
     """The layer of a `ShortConvSpec`. Channels are split over `tensor`."""
 
     def __init__(self, spec: ShortConvSpec, sizes: ModelSizes, *, layers: int) -> None:
@@ -63,44 +62,19 @@ class GatedShortConv(Mixer):
             self.o_bias_D = vector("D", (d_model,), ones=False, layers=layers)
         self.spec = spec
 
-    def __call__(
-        self,
-        x_BLD: Float[Array, "B _ D"],
-        rotation: Rotation,
-        segment_BL: Int[Array, "B L"],
-        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
-        context: ops.RowSplit = ops.WHOLE_ROWS,
-    ) -> Float[Array, "B _ D"]:
-        """Output at this device's positions; inside, its channels at all positions along `tensor`."""
-        del rotation
-        return self._mix(x_BLD, segment_BL, tensor, context, None)[0]
-
-    def extend(
-        self,
-        x_BLD: Float[Array, "B L D"],
-        rotation: Rotation,
-        position_BL: Int[Array, "B L"],
-        valid_BL: Bool[Array, "B L"],
-        cache: Any,
-    ) -> tuple[Float[Array, "B L D"], ops.LeftContext]:
-        """Output at the next positions of one document, on one device, and the last inputs."""
-        del rotation, position_BL
-        # Segment 0 is padding, which no later token sees.
-        return self._mix(x_BLD, valid_BL.astype(jnp.int32), TensorAxis(), ops.WHOLE_ROWS, cache)
-
-    def _mix(
+    def mix(
         self,
         x_BLD: Array,
         segment_BL: Array,
         tensor: TensorAxis,
         context: ops.RowSplit,
-        initial: ops.LeftContext | None,
+        cache: ops.LeftContext | None,
     ) -> tuple[Float[Array, "B _ D"], ops.LeftContext]:
         names = ("before", "after", "x")
         projected = tensor.project_in(x_BLD, *(getattr(self, f"{name}_DA")[...] for name in names))
         before_BLA, after_BLA, x_BLA = map(self._biased, names, projected)
         y_BLA, last_inputs = self.conv(
-            before_BLA * x_BLA, segment_BL, silu=False, initial=initial, split=context
+            before_BLA * x_BLA, segment_BL, silu=False, initial=cache, split=context
         )
         out_BLD = tensor.project_out(after_BLA * y_BLA, self.o_AD[...])
         if self.spec.bias:

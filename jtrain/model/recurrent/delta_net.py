@@ -6,16 +6,17 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jtrain.errors import UserError
 from jtrain.model import ops
-from jtrain.model.mixer import Mixer, MixerSpec, Rotation
+from jtrain.model.mixer import MixerSpec
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import weight
 from jtrain.model.recurrent.channels import (
     DECAY_BIAS,
     DECAY_LOG,
+    RecurrentMixer,
     ShortConv,
     gate_output,
     step_sizes,
@@ -90,7 +91,7 @@ class DeltaNetSpec(MixerSpec):
         return 18 * self.num_heads * self.key_dim * self.value_dim + 6 * self.taps * channels
 
 
-class DeltaNet(Mixer):
+class DeltaNet(RecurrentMixer):
     """The layer of a `DeltaNetSpec`. Key and value heads are split over `tensor`."""
 
     def __init__(self, spec: DeltaNetSpec, sizes: ModelSizes, *, layers: int) -> None:
@@ -122,36 +123,11 @@ class DeltaNet(Mixer):
         self.o_AHD = weight("AHD", (*heads, d_model), std=out_std, layers=layers)
         self.spec = spec
 
-    def __call__(
-        self,
-        x_BLD: Float[Array, "B _ D"],
-        rotation: Rotation,
-        segment_BL: Int[Array, "B L"],
-        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
-        context: ops.RowSplit = ops.WHOLE_ROWS,
-    ) -> Float[Array, "B _ D"]:
-        """Output at this device's positions; inside, its heads at all positions along `tensor`."""
-        del rotation
-        return self._mix(x_BLD, segment_BL, tensor, context, (None, {}))[0]
-
-    def extend(
-        self,
-        x_BLD: Float[Array, "B L D"],
-        rotation: Rotation,
-        position_BL: Int[Array, "B L"],
-        valid_BL: Bool[Array, "B L"],
-        cache: Any,
-    ) -> tuple[Float[Array, "B L D"], DeltaCache]:
-        """Output at the next positions of one document, on one device, and the state after them."""
-        del rotation, position_BL
-        # Segment 0 is padding, which leaves a state as it is.
-        return self._mix(x_BLD, valid_BL.astype(jnp.int32), TensorAxis(), ops.WHOLE_ROWS, cache)
-
-    def _mix(
-        self, x_BLD: Array, segment_BL: Array, tensor: TensorAxis, context: ops.RowSplit, before: Any
+    def mix(
+        self, x_BLD: Array, segment_BL: Array, tensor: TensorAxis, context: ops.RowSplit, cache: Any
     ) -> tuple[Float[Array, "B _ D"], DeltaCache]:
         q, k, v, gate, step_BLA, decay = self._project(x_BLD, tensor)
-        state, inputs = before
+        state, inputs = cache or (None, {})
         mixed, last_inputs = {}, {}
         for name, x, conv in (("q", q, self.q_conv), ("k", k, self.k_conv), ("v", v, self.v_conv)):
             y, last_inputs[name] = conv(x, segment_BL, silu=True, initial=inputs.get(name), split=context)

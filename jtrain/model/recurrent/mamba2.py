@@ -6,14 +6,21 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jtrain.errors import UserError
 from jtrain.model import ops
-from jtrain.model.mixer import Mixer, MixerSpec, Rotation
+from jtrain.model.mixer import MixerSpec
 from jtrain.model.norm import NormSpec
 from jtrain.model.param import aligned, vector, weight
-from jtrain.model.recurrent.channels import DECAY_BIAS, DECAY_LOG, ShortConv, gate_output, step_sizes
+from jtrain.model.recurrent.channels import (
+    DECAY_BIAS,
+    DECAY_LOG,
+    RecurrentMixer,
+    ShortConv,
+    gate_output,
+    step_sizes,
+)
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
 
@@ -83,7 +90,7 @@ class Mamba2Spec(MixerSpec):
         return 12 * self.num_heads * self.state_size * self.head_dim + 6 * self.taps * channels
 
 
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """The layer of a `Mamba2Spec`.
 
     Heads are split over `tensor`. Every device has the projections of all groups, and uses those of its heads.
@@ -115,36 +122,11 @@ class Mamba2(Mixer):
         self.spec, self.eps = spec, sizes.norm_eps
         self.letters = {name: letters for name, (letters, _) in dims.items()}
 
-    def __call__(
-        self,
-        x_BLD: Float[Array, "B _ D"],
-        rotation: Rotation,
-        segment_BL: Int[Array, "B L"],
-        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
-        context: ops.RowSplit = ops.WHOLE_ROWS,
-    ) -> Float[Array, "B _ D"]:
-        """Output at this device's positions; inside, its heads at all positions along `tensor`."""
-        del rotation
-        return self._mix(x_BLD, segment_BL, tensor, context, (None, {}))[0]
-
-    def extend(
-        self,
-        x_BLD: Float[Array, "B L D"],
-        rotation: Rotation,
-        position_BL: Int[Array, "B L"],
-        valid_BL: Bool[Array, "B L"],
-        cache: Any,
-    ) -> tuple[Float[Array, "B L D"], MambaCache]:
-        """Output at the next positions of one document, on one device, and the state after them."""
-        del rotation, position_BL
-        # Segment 0 is padding, which leaves a state as it is.
-        return self._mix(x_BLD, valid_BL.astype(jnp.int32), TensorAxis(), ops.WHOLE_ROWS, cache)
-
-    def _mix(
-        self, x_BLD: Array, segment_BL: Array, tensor: TensorAxis, context: ops.RowSplit, before: Any
+    def mix(
+        self, x_BLD: Array, segment_BL: Array, tensor: TensorAxis, context: ops.RowSplit, cache: Any
     ) -> tuple[Float[Array, "B _ D"], MambaCache]:
         projected = self._project(x_BLD, tensor)
-        state, inputs = before
+        state, inputs = cache or (None, {})
         mixed, last_inputs = {}, {}
         for name, conv in (("x", self.x_conv), ("b", self.b_conv), ("c", self.c_conv)):
             y, last_inputs[name] = conv(
