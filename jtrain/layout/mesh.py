@@ -124,12 +124,16 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
         product = " * ".join(f"{axis}={shape[axis]}" for axis in axes)
         below = size - size % shards
         nearest = f"{below}, {below + shards}" if below else f"{shards}"
-        fields = "change one of " + ", ".join("mesh." + axis for axis in axes)
-        if len(axes) == 1:
-            fields = f"mesh.{axes[0]} to a divisor of {size}"
+        # One axis alone may end it, with the largest length that does.
+        lengths = {
+            axis: [n for n in range(1, shape[axis]) if size % (shards // shape[axis] * n) == 0] for axis in axes
+        }
+        fields = [f"mesh.{axis} to {choices[-1]}" for axis, choices in lengths.items() if choices]
+        product_of_axes = " * ".join("mesh." + axis for axis in axes)
+        fields = fields or [f"the product of {product_of_axes} to a divisor of {size}"]
         raise UserError(
             f"{name}={size} does not split evenly over mesh axes {product} = {shards} shards. "
-            f"Nearest sizes that do: {nearest}. Set {name}, or {fields}."
+            f"Nearest sizes that do: {nearest}. Set {name}, or {' or '.join(fields)}."
         )
     return size // shards
 
