@@ -48,6 +48,23 @@ def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return said, erred
 
 
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Processes that it has started and that live; none if it has ended itself."""
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in `folder`, by name; files that go meanwhile are left out."""
+    bytes_by_name: dict[str, int] = {}
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            bytes_by_name[path.name] = path.stat().st_size
+    return bytes_by_name
+
+
 def no_worker_left(workers: list[psutil.Process]) -> bool:
     """True if all processes go; the limit is long because the machine may be busy."""
     _, alive = psutil.wait_procs(workers, timeout=120)
@@ -94,12 +111,17 @@ def test_random_kills_change_no_byte_and_leave_no_worker(
     write_lines(tmp_path, lines=12_000)
     rng = random.Random(kills)
     unfinished = watched = 0
-    for _ in range(kills):
+    # The first one is killed as soon as it is at work: on a slow machine later ones may end before their kill.
+    for wait_s in [0.0, *(rng.uniform(0.0, 0.4) for _ in range(kills - 1))]:
+        sizes_before = sizes(tmp_path / "out")
         process = start(tmp_path, tokenizer=str(tokenizer_json), shard_bytes=1 << 14)
-        while process.poll() is None and not any((tmp_path / "out").glob(".*.partial")):
-            time.sleep(0.01)  # how long a start takes depends on the machine; what is killed must be at work
-        time.sleep(rng.uniform(0.0, 0.4))
-        workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        workers: list[psutil.Process] = []
+        # How long a start takes depends on the machine; files of the process before are no work of this one.
+        while process.poll() is None and not (workers and sizes(tmp_path / "out") != sizes_before):
+            time.sleep(0.01)
+            workers = workers_of(process)
+        time.sleep(wait_s)
+        workers = workers_of(process) or workers
         process.kill()
         process.communicate()
         assert no_worker_left(workers)
