@@ -22,28 +22,28 @@ from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
 from jtrain.plan.job import Job
 
-type Fields = Mapping[str, Any]
+type ModelFields = Mapping[str, Any]
 
 
-def _llama(layers: int, d_model: int, heads: int, d_ff: int) -> Fields:
+def _llama(layers: int, d_model: int, heads: int, d_ff: int) -> ModelFields:
     shape = dict(num_layers=layers, d_model=d_model, num_heads=heads, num_kv_heads=8, head_dim=128, d_ff=d_ff)
     return shape | dict(vocab_size=128_256)
 
 
 LLAMA_8B, LLAMA_70B = _llama(32, 4096, 32, 14_336), _llama(80, 8192, 64, 28_672)
 LLAMA_405B = _llama(126, 16_384, 128, 53_248)
-MIXTRAL_8X7B: Fields = {**LLAMA_8B, "vocab_size": 32_000, "moe": dict(num_experts=8, top_k=2)}
-QWEN3_235B: Fields = {
+MIXTRAL_8X7B: ModelFields = {**LLAMA_8B, "vocab_size": 32_000, "moe": dict(num_experts=8, top_k=2)}
+QWEN3_235B: ModelFields = {
     **_llama(94, 4096, 64, 1536), "num_kv_heads": 4, "vocab_size": 151_936, "qk_norm": True,
     "moe": dict(num_experts=128, top_k=8),
 }  # fmt: skip
-QWEN_1_5B: Fields = {
+QWEN_1_5B: ModelFields = {
     **_llama(28, 1536, 12, 8960), "num_kv_heads": 2, "vocab_size": 151_936, "tie_embeddings": True,
 }  # fmt: skip
-QWEN_14B: Fields = {**_llama(48, 5120, 40, 13_824), "vocab_size": 152_064}
+QWEN_14B: ModelFields = {**_llama(48, 5120, 40, 13_824), "vocab_size": 152_064}
 
-FP8: Fields = dict(matmul_dtype="fp8_delayed")
-BF16_STATE: Fields = dict(param_dtype="bfloat16")
+FP8: ModelFields = dict(matmul_dtype="fp8_delayed")
+BF16_STATE: ModelFields = dict(param_dtype="bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Published:
     """
 
     title: str
-    model: Fields
+    model: ModelFields
     device: str
-    axes: Fields
+    axes: ModelFields
     batch: tuple[int, int]
     published_s: float
     source: str
-    precision: Fields = dataclasses.field(default_factory=dict)
+    precision: ModelFields = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     offloads: bool = False
 

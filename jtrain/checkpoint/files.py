@@ -57,7 +57,7 @@ class OtherVersionError(CheckpointError):
 class ManifestLeaf:
     """One array of a saved state: shape, dtype by name, bytes of one full copy; 0 for zeros without files.
 
-    In a `Part`, the shape is that of one shard, and the bytes are those of all shards that it has.
+    In a `ProcessPart`, the shape is that of one shard, and the bytes are those of all shards that it has.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class ManifestLeaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ProcessPart:
     """Part of a checkpoint that one process keeps in local memory: the shards that its devices hold.
 
     process: number of the process, of `Manifest.processes`.
@@ -102,7 +102,7 @@ class Manifest:
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
     processes: int
-    part: Part | None = None
+    part: ProcessPart | None = None
     lease: int | None = None
 
     @property
@@ -163,7 +163,7 @@ def seal(
     config: str,
     hashes: dict[str, str],
     processes: int = 1,
-    part: Part | None = None,
+    part: ProcessPart | None = None,
     lease: int | None = None,
 ) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and
@@ -268,7 +268,7 @@ def read_manifest(path: Path) -> Manifest:
             for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
-        part = Part(**body.pop("part")) if "part" in body else None
+        part = ProcessPart(**body.pop("part")) if "part" in body else None
         manifest = Manifest(leaves=leaves, files=files, part=part, **body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         # CheckpointError is a ValueError through UserError; the messages above must not be wrapped again.

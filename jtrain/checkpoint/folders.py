@@ -135,8 +135,8 @@ def remove(folder: Path, *, first: str, last: str = "") -> None:
     if first in file_names:
         store_of(folder).rm_file(str(folder / first))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        others = sorted(name for name in file_names if name not in (first, last))
-        list(pool.map(lambda name: store_of(folder).rm_file(str(folder / name)), others))
+        middle_names = sorted(name for name in file_names if name not in (first, last))
+        list(pool.map(lambda name: store_of(folder).rm_file(str(folder / name)), middle_names))
     if last in file_names:
         store_of(folder).rm_file(str(folder / last))
 

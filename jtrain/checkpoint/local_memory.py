@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.checkpoint import files, host_copy, restoring, slots
-from jtrain.checkpoint.files import Manifest, Part
+from jtrain.checkpoint.files import Manifest, ProcessPart
 from jtrain.checkpoint.neighbours import Neighbours
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import HardwareFault, UserError
@@ -249,7 +249,7 @@ class LocalMemory:
             config=self._config_text,
             hashes=files.hashes_of(slot, self._maps[slot]),
             processes=self._processes,
-            part=Part(self._process, self._run, self._config, self._newest_seen),
+            part=ProcessPart(self._process, self._run, self._config, self._newest_seen),
         )
         try:
             self._neighbours.send(slot)

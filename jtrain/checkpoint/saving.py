@@ -44,7 +44,8 @@ class Saves:
     """Saves into `folder`, one at a time, in the background.
 
     say: prints a warning about a save, to stderr unless it is set; called in the thread that trains.
-    lock: the run's hold of its workdir, asked before each commit and deletion; None where nothing else writes.
+    lock: the run's hold of its workdir, asked before each commit and deletion; None where nothing else
+      writes.
     order: layers of the state at the places of a pipeline's stages; None if they are those of the model.
     """
 

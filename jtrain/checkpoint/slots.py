@@ -3,7 +3,7 @@ anew.
 
     a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`array_files`)
     a/data.json, config.txt          as in every checkpoint
-    a/manifest.json                  with a `Part`: removed before the first byte changes, and written last
+    a/manifest.json                  with a `ProcessPart`: removed before the first byte changes, written last
     b/...
 
 New files for every copy would take 40 times as long as writing over the maps of old ones: 3.6 s per GiB, not
@@ -26,7 +26,7 @@ import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders
 from jtrain.checkpoint.array_files import by_keys
-from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf, Part, gib
+from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf, ProcessPart, gib
 from jtrain.checkpoint.host_copy import first_element
 
 SLOTS = ("a", "b")
@@ -45,7 +45,7 @@ def whole_slots(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             yield slot, files.read_manifest(slot)
 
 
-def parts_of(folder: Path, process: int) -> list[tuple[Path, Manifest, Part]]:
+def parts_of(folder: Path, process: int) -> list[tuple[Path, Manifest, ProcessPart]]:
     """Returns the slots in a run's folder on this host that hold a process's part: its own, or a neighbour's
     copy.
     """

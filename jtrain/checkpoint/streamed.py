@@ -23,7 +23,7 @@ from jtrain.runtime import atomic_io
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class StreamedChunk:
     """One file of a leaf.
 
     name: path relative to the checkpoint's folder.
@@ -41,13 +41,13 @@ class Chunk:
         return np.frombuffer(pages(size * self.dtype.itemsize), self.dtype, size).reshape(self.shape)
 
 
-def chunks_of(leaf: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Chunk]:
+def chunks_of(leaf: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[StreamedChunk]:
     """Yields the files of a leaf, in the order of its memory."""
     chunk = array_files.chunk_shape(shape, dtype.itemsize)
     for stored in array_files.chunks(shape, (0,) * len(shape), dtype.itemsize):
         index = [int(number) for number in stored.name.split(".")[1:]]
         start = tuple(number * size for number, size in zip(index, chunk, strict=True))
-        yield Chunk(f"{files.STATE}/{leaf}/{stored.name}", start, chunk, dtype)
+        yield StreamedChunk(f"{files.STATE}/{leaf}/{stored.name}", start, chunk, dtype)
 
 
 class StreamedCheckpoint:
@@ -84,11 +84,11 @@ class StreamedCheckpoint:
                     if file.is_file() and file.stat().st_size == size:
                         self._written[name], self.notes[name] = (size, digest), note
 
-    def missing(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those that no process has written."""
+    def missing(self, chunks: Iterable[StreamedChunk]) -> list[StreamedChunk]:
+        """Chunks that no process has written."""
         return [chunk for chunk in chunks if chunk.name not in self._written]
 
-    def write(self, chunk: Chunk, content: np.ndarray, note: Any = None) -> None:
+    def write(self, chunk: StreamedChunk, content: np.ndarray, note: Any = None) -> None:
         """Writes one file; it is on the disk when this returns. Threads may call it at once."""
         path = self._path / chunk.name
         path.parent.mkdir(parents=True, exist_ok=True)

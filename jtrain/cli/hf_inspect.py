@@ -48,7 +48,7 @@ def execute(args: Args) -> int:
     inspection = inspect(config)
     print(*inspection.lines(), sep="\n")
     sizes = {"weights in bfloat16": 2, "in float32": 4, "with AdamW in float32": 12}
-    texts = (f"{name} {gib(each * inspection.parameters)} GiB" for name, each in sizes.items())
+    texts = (f"{name} {gib(bytes_each * inspection.parameters)} GiB" for name, bytes_each in sizes.items())
     print(", ".join(texts), flush=True)
     document: dict[str, Any] = inspection.to_json()
     if args.device is not None or args.machine is not None:

@@ -240,7 +240,7 @@ def execute(args: Args) -> int:
         args,
         to_json(shown_schedules[0])
         if shows_one
-        else {shown.schedule.name: to_json(shown) for shown in shown_schedules},
+        else {schedule.schedule.name: to_json(schedule) for schedule in shown_schedules},
     )
     console = new_console()
     if shows_one:

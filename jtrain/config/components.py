@@ -25,8 +25,8 @@ def kinds_of(annotation: Any) -> list[type]:
 
 def name_of(kind: type, annotation: Any) -> str:
     """Name of a component's class in a flat config."""
-    own = kind.__module__.partition(".")[0] == "jtrain"
-    return kind.__name__ if own or kind in kinds_of(annotation) else class_name(kind)
+    is_ours = kind.__module__.partition(".")[0] == "jtrain"
+    return kind.__name__ if is_ours or kind in kinds_of(annotation) else class_name(kind)
 
 
 def find_class(path: str, name: str, annotation: Any) -> type | None:
@@ -37,7 +37,7 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
     """
     kinds = kinds_of(annotation)
     for kind in kinds:
-        if named := [own for own in _with_subclasses(kind) if own.__name__ == name]:
+        if named := [subclass for subclass in _with_subclasses(kind) if subclass.__name__ == name]:
             return named[0]
     # An abstract component's classes are in modules that nothing may have imported yet.
     for kind in kinds:
@@ -45,15 +45,15 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
             package = sys.modules[kind.__module__.rpartition(".")[0]]
             for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
-            if named := [own for own in _with_subclasses(kind) if own.__name__ == name]:
+            if named := [subclass for subclass in _with_subclasses(kind) if subclass.__name__ == name]:
                 return named[0]
     if not is_user_name(name) or not kinds:
         return None
-    found = load_class(path, name)
-    if not issubclass(found, tuple(kinds)):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"{path}={name}: {found.__name__} is no {wanted}. Make it a subclass.")
-    return found
+    component_class = load_class(path, name)
+    if not issubclass(component_class, tuple(kinds)):
+        kind_names = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{path}={name}: {component_class.__name__} is no {kind_names}. Make it a subclass.")
+    return component_class
 
 
 def is_user_name(text: str) -> bool:

@@ -133,7 +133,7 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
         if isinstance(owner, tuple):
-            owner = {str(place): item for place, item in enumerate(owner)}
+            owner = {str(index): item for index, item in enumerate(owner)}
         if isinstance(owner, dict):
             above = ".".join(parents[:depth])
             if depth == len(parents):
@@ -286,8 +286,8 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
                 setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
         elif _component_kinds(annotation) and path not in values:
             (kind,) = _component_kinds(annotation)
-            places = {p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")}
-            items = (_read(kind, values, f"{path}.{place}.") for place in range(len(places)))
+            indices = {p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")}
+            items = (_read(kind, values, f"{path}.{index}.") for index in range(len(indices)))
             setattr(config, name, tuple(items))
         elif path not in values:
             # A component whose class name was not printed, because its annotation says it.
@@ -333,7 +333,7 @@ def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
     places in it; None for every other field.
     """
     if _component_kinds(annotation) and isinstance(value, tuple):
-        return {str(place): item for place, item in enumerate(value)}
+        return {str(index): item for index, item in enumerate(value)}
     return value if _named_component(annotation) is not None and isinstance(value, dict) else None
 
 

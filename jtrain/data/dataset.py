@@ -315,7 +315,8 @@ class TextDataset:
                     f"the data state was saved with {key}={state.get(key)!r}, but here it is {expected!r}: "
                     f"{ways_out(way_out)}"
                 )
-        # By its name another packing is meant; by default it changes with the first or last source of samples.
+        # By its name another packing is meant; by default it changes with the first or last source of
+        # samples.
         if (saved_packing := state["planner"]["packing"]) != self._packing and self.spec.packing is None:
             with_samples = [
                 field_of(n) for n, s in zip(self.names, self.streams, strict=True) if s.has_samples

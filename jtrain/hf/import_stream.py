@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jtrain.checkpoint.streamed import Chunk, StreamedCheckpoint, chunks_of
+from jtrain.checkpoint.streamed import StreamedCheckpoint, StreamedChunk, chunks_of
 from jtrain.errors import UserError, first_few
 from jtrain.hf.mapping import DTYPES, Part, check_tensor
 from jtrain.hf.model_files import DequantizedTensor, StoredTensor
@@ -26,7 +26,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ImportedLeaf:
     """A parameter in the state, and the tensor of each of its layers and experts by their indices."""
 
     name: str
@@ -39,14 +39,14 @@ class Leaf:
         """Dimensions that layers and experts are stacked in."""
         return len(next(iter(self.parts)))
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[StreamedChunk]:
         """Yields the files of the parameter."""
         return chunks_of(self.name, self.info.shape, self.dtype)
 
 
 def leaves_of(
     tensors: Mapping[str, StoredTensor], parts_by_name: Mapping[str, list[Part]], dtypes: Mapping[str, str]
-) -> list[Leaf]:
+) -> list[ImportedLeaf]:
     """The leaves of a state that a model directory fills; checks shapes and dtypes, which the headers tell.
 
     Args:
@@ -63,7 +63,7 @@ def leaves_of(
             infos[part.info.path] = part.info
             parts.setdefault(part.info.path, {})[part.index] = (tensors[name], part)
     return [
-        Leaf(f"{branch}.{path}", info, DTYPES[dtype], parts[path])
+        ImportedLeaf(f"{branch}.{path}", info, DTYPES[dtype], parts[path])
         for branch, dtype in dtypes.items()
         for path, info in infos.items()
     ]
@@ -71,20 +71,23 @@ def leaves_of(
 
 def dtype_note(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> str | None:
     """A line about matrices of another dtype than config.json says; None if there are none."""
-    said = config.get("dtype") or config.get("torch_dtype")
-    if not isinstance(said, str):
+    config_dtype = config.get("dtype") or config.get("torch_dtype")
+    if not isinstance(config_dtype, str):
         return None
-    others = [tensor for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype.name != said]
-    if not others:
+    odd_tensors = [
+        tensor for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype.name != config_dtype
+    ]
+    if not odd_tensors:
         return None
-    listed = first_few([f"{tensor.name} ({tensor.dtype})" for tensor in others], 3)
+    odd_names = first_few([f"{tensor.name} ({tensor.dtype})" for tensor in odd_tensors], 3)
     return (
-        f"config.json says {said}, and {len(others)} of {len(tensors)} tensors have another dtype: {listed}"
+        f"config.json says {config_dtype}, and {len(odd_tensors)} of {len(tensors)} tensors have another dtype: "
+        f"{odd_names}"
     )
 
 
 def write_leaves(
-    leaves: list[Leaf], checkpoint: StreamedCheckpoint, *, share: tuple[int, int] = (0, 1)
+    leaves: list[ImportedLeaf], checkpoint: StreamedCheckpoint, *, share: tuple[int, int] = (0, 1)
 ) -> int:
     """Writes this process's share of the files that are missing; returns the number of all that still are.
 
@@ -115,24 +118,26 @@ def write_leaves(
     return sum(len(checkpoint.missing(unit)) for unit in units)
 
 
-def _unit_key(leaf: Leaf) -> Any:
+def _unit_key(leaf: ImportedLeaf) -> Any:
     """Key that is the same for chunks of one tensor."""
 
-    def key(chunk: Chunk) -> Any:
+    def key(chunk: StreamedChunk) -> Any:
         is_one = all(size == 1 for size in chunk.shape[: leaf.depth])
         return chunk.start[: leaf.depth] if is_one else chunk.name
 
     return key
 
 
-def _write_unit(leaf: Leaf, chunks: list[Chunk], checkpoint: StreamedCheckpoint, cache: Any) -> None:
+def _write_unit(
+    leaf: ImportedLeaf, chunks: list[StreamedChunk], checkpoint: StreamedCheckpoint, cache: Any
+) -> None:
     for chunk in chunks:
         content = chunk.empty()
         largest = _fill(leaf, chunk, content, cache)
         checkpoint.write(chunk, content, largest)
 
 
-def _fill(leaf: Leaf, chunk: Chunk, content: np.ndarray, cache: Any) -> dict[str, float]:
+def _fill(leaf: ImportedLeaf, chunk: StreamedChunk, content: np.ndarray, cache: Any) -> dict[str, float]:
     """Fills a chunk; returns the largest absolute value of each layer in it, by its number."""
     depth, largest = leaf.depth, dict[str, float]()
     stacked = [range(a, a + b) for a, b in zip(chunk.start[:depth], chunk.shape[:depth], strict=True)]

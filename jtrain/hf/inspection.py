@@ -1,4 +1,4 @@
-"""What a config.json says of its model: family, layers, sizes, parameters and bytes."""
+"""Description of the model of a config.json: family, layers, sizes, parameters and bytes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

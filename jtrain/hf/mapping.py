@@ -124,7 +124,7 @@ class Part:
 
 
 def _terms(group: str) -> tuple[str, list[str]]:
-    """What is repeated as a whole, and the terms that are concatenated: `O(S+S+GH)` and `Q+Q`."""
+    """Splits a layout into its repeated whole and the terms that are concatenated: `O(S+S+GH)`, `Q+Q`."""
     outer, _, inner = group.rpartition("(")
     return outer, inner.removesuffix(")").split("+")
 
@@ -261,7 +261,7 @@ def from_hf(
 def checked_parts(
     tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, family: Family
 ) -> dict[str, list[Part]]:
-    """What each tensor of a model holds, if these are its tensors.
+    """Contents of each tensor of a model, if these are its tensors.
 
     Raises:
       UserError: tensors are missing or unknown, or a tied head is another matrix than the embedding.

@@ -164,18 +164,22 @@ def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
     """Differences between two models: one line per field that changes the function they compute."""
     alike = not (theirs.pattern or ours.pattern)
     lines = [
-        f"{path}: {there} there, {here} here"
+        f"{path}: {their_value} there, {our_value} here"
         for field in _WHOLE + _ALIKE * alike
-        for path, there, here in _unequal(getattr(theirs, field), getattr(ours, field), f"model.{field}")
+        for path, their_value, our_value in _unequal(
+            getattr(theirs, field), getattr(ours, field), f"model.{field}"
+        )
     ]
     if alike or theirs.num_layers != ours.num_layers:
         return lines
     blocks = zip(theirs.blocks, ours.blocks, strict=True)
-    pairs = ((_with_sizes(there, theirs), _with_sizes(here, ours)) for there, here in blocks)
+    pairs = (
+        (_with_sizes(their_block, theirs), _with_sizes(our_block, ours)) for their_block, our_block in blocks
+    )
     of_blocks = (
-        (f"{path}: {there} there, {here} here", y)
+        (f"{path}: {their_value} there, {our_value} here", y)
         for y, pair in enumerate(pairs)
-        for path, there, here in _unequal(*pair)
+        for path, their_value, our_value in _unequal(*pair)
     )
     layers: dict[str, list[int]] = {}
     for text, y in of_blocks:

@@ -77,7 +77,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What transformers said of its model, and every comparison."""
+    """Findings of transformers about its model, and every comparison."""
 
     facts: dict[str, Any]
     config: dict[str, Any]
@@ -112,7 +112,7 @@ def prove(source: str, python: str | None, *, sets: Sequence[str], seed: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What one device computes for a batch, in the forms of `PeerBatch`; the logits of padding are 0."""
+    """Values of one device for a batch, in the forms of `PeerBatch`; the logits of padding are 0."""
 
     logits_BLV: np.ndarray
     loss: float

@@ -22,7 +22,7 @@ from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.directory import check_empty, write_directory
-from jtrain.hf.import_stream import Leaf, dtype_note, leaves_of, write_leaves
+from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.hf.model_files import open_tensors, read_config
@@ -224,7 +224,7 @@ def _check_source(partial: Path, identity: str) -> None:
         )
 
 
-def _first_scaling(run: Run, leaves: list[Leaf], checkpoint: StreamedCheckpoint) -> dict[str, Any]:
+def _first_scaling(run: Run, leaves: list[ImportedLeaf], checkpoint: StreamedCheckpoint) -> dict[str, Any]:
     """Scales of 8-bit matmuls, from the largest values that the import has seen."""
     if run.precision.matmul_dtype != "fp8_delayed":
         return {}

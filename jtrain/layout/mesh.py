@@ -126,7 +126,8 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
         nearest = f"{below}, {below + shards}" if below else f"{shards}"
         # One axis alone may end it, with the largest length that does.
         lengths = {
-            axis: [n for n in range(1, shape[axis]) if size % (shards // shape[axis] * n) == 0] for axis in axes
+            axis: [n for n in range(1, shape[axis]) if size % (shards // shape[axis] * n) == 0]
+            for axis in axes
         }
         fields = [f"mesh.{axis} to {choices[-1]}" for axis, choices in lengths.items() if choices]
         product_of_axes = " * ".join("mesh." + axis for axis in axes)

@@ -99,7 +99,7 @@ class AttentionSpec(MixerSpec):
         return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
-        """What attention reads of positions, and the size of the heads that they rotate; None for nothing."""
+        """Rotation that attention reads, and the size of the heads that it turns; None for nothing."""
         head_dim = self.head_dim or sizes.head_dim
         if self.temperature is not None or self.chunk_size is not None:
             return Positions(self.rope, self.temperature, self.chunk_size), head_dim

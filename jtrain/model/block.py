@@ -111,7 +111,7 @@ class Block(nnx.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """What mixes positions; the block must have one."""
+        """Mixer of the block, which must have one."""
         assert self.spec.mixer is not None
         return getattr(self, self.spec.mixer.name)
 

@@ -36,7 +36,7 @@ _UNSHARDED = Placement(fetch=lambda path, tree: tree)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """What each layer keeps of the first `length` of M positions.
+    """Cache of each layer, of the first `length` of M positions.
 
     layers: by the parameters' first name (`layers`, and `first_layers` and `last_layers` where the model has
       them), one entry per block: what its mixer keeps, with a leading Y for blocks that repeat; None for a

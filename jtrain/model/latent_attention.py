@@ -25,7 +25,8 @@ from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence
 
 type Latents = tuple[Float[Array, "B _ Q"], Float[Array, "B _ C"], Float[Array, "B _ U"]]
-"""Of queries (the layer's input where they have none), of keys and values, and the key that has a position."""
+"""Of queries (the layer's input where they have none), of keys and values, and the key that has a position.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,8 @@ class LatentAttention(Mixer):
     ) -> Float[Array, "B _ D"]:
         """Output at this device's positions; inside, its heads at all positions along `tensor`.
 
-        Keys and values of every head exist, the form of attention with the fewest FLOPs where all positions are
+        Keys and values of every head exist, the form of attention with the fewest FLOPs where all positions
+        are
         queries: T + U + P per score instead of 2 C + U.
         """
         q_latent_BLQ, kv_latent_BLC, k_BLU = self.latents(x_BLD)

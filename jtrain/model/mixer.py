@@ -1,4 +1,4 @@
-"""What every mixer of positions is: a description that makes a module, and the module's calls."""
+"""Interface of mixers of positions: a description that makes a module, and the module's calls."""
 
 import abc
 import dataclasses
@@ -46,7 +46,8 @@ class Mixer(nnx.Module):
         """Output at the next positions of one document, on one device, and the cache with them.
 
         Args:
-          valid_BL: False for padding, which stands after all tokens and must not change what later tokens read.
+          valid_BL: False for padding, which stands after all tokens and must not change what later tokens
+            read.
           cache: of the positions before, as `MixerSpec.empty_cache` makes it.
         """
 
@@ -72,10 +73,10 @@ class MixerSpec(abc.ABC):
 
     @abc.abstractmethod
     def empty_cache(self, sizes: ModelSizes, *, batch: int, max_len: int, dtype: str) -> Any:
-        """What a layer keeps of the positions before the first, with room for `max_len`: arrays [B, ...]."""
+        """Cache of a layer before the first position, with room for `max_len`: arrays [B, ...]."""
 
     def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
-        """What it reads of positions, and the size of the heads that are rotated; None for nothing."""
+        """Rotation that it reads, and the size of the heads that are turned; None for nothing."""
         return None
 
     def mixing_flops(self, sizes: ModelSizes, *, seq_len: int) -> int:

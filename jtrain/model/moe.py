@@ -126,7 +126,7 @@ class MoE(nnx.Module):
     def _gate_of_shared(
         self, x_BLD: Float[Array, "B L D"], y_BLD: Float[Array, "B L D"]
     ) -> Float[Array, "B L D"]:
-        """What shared experts add, times their scale and their gate if they have one."""
+        """Sum of the shared experts, times their scale and their gate if they have one."""
         if self.spec.shared_scale != 1:
             y_BLD *= self.spec.shared_scale
         if not self.spec.shared_gate:

@@ -66,7 +66,7 @@ class Norm(nnx.Module):
         return x, self._layer_norm(x)
 
     def scale(self, x: Float[Array, "*rest C"]) -> Float[Array, "..."]:
-        """What multiplies the normalised x; 1 without a learned scale."""
+        """Factor of the normalised x; 1 without a learned scale."""
         if self.spec.scale == "none":
             return jnp.ones(x.shape[-1:], jnp.float32)
         learned = getattr(self, f"scale_{self.dims}")[...]

@@ -38,7 +38,7 @@ def weight(
 
 
 def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) -> nnx.Param[Any]:
-    """What multiplies or is added to activations, one number each: it begins at one, or else at zero."""
+    """Vector that multiplies or is added to activations: it begins at one, or else at zero."""
     return _param(dims, shape, layers, init="ones" if ones else "zeros", std=0.0)
 
 
@@ -53,7 +53,9 @@ def load_bias(dims: str, shape: tuple[int, ...], *, rate: float, layers: int = 0
 
 
 def aligned(vector: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A vector with as many dimensions as x, to be added to its last ones or multiplied with them, in x's dtype."""
+    """A vector with as many dimensions as x, to be added to its last ones or multiplied with them, in x's
+    dtype.
+    """
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 

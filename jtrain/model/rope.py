@@ -154,7 +154,7 @@ class QueryTemperature:
 
 
 class PositionTables(NamedTuple):
-    """What layers read of positions: cosine and sine of the rotation, factor of queries, and number of the chunk."""
+    """Values that layers read of positions: cosine and sine, factor of queries, and number of the chunk."""
 
     cos: Any
     sin: Any

@@ -41,10 +41,12 @@ class MoESpec:
     bias_update_rate: step by which every update of the optimizer moves the correction bias of each expert: up
       if fewer tokens of the global batch than the mean chose it, down if more; padding does not count
       (arXiv:2408.15664, algorithm 1; DeepSeek-V3 has 0.001). 0 leaves the bias as it is.
-    num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score highest.
+    num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score
+      highest.
     group_score: score of a group: the sum of its two best experts (DeepSeek-V3), or its best (DeepSeek-V2).
     weight_scale: multiplies the weights of a token's experts.
-    weight_input: True multiplies what a token's only expert reads by its weight, not what it returns (Llama 4).
+    weight_input: True multiplies what a token's only expert reads by its weight, not what it returns (Llama
+      4).
     balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per
       sequence (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of
       microbatches. Per token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent

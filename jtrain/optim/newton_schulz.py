@@ -16,7 +16,8 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output dimensions of one layer's matrix; a leading expert dimension X is a batch.
 
     Raises:
-      UserError: `dims` does not tell inputs from outputs: neither begins it with D or a latent, nor ends it D.
+      UserError: `dims` does not tell inputs from outputs: neither begins it with D or a latent, nor ends it
+        D.
     """
     dims = info.dims.removeprefix("Y")
     matrix = tuple(range(1 if dims[0] == "X" else 0, len(dims)))

@@ -46,7 +46,7 @@ _DECADES = 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class MomentBlocks:
     """Division of one parameter's moments into blocks.
 
     letter: the dimension along which blocks lie.
@@ -76,7 +76,7 @@ class Blocks:
         return blocks.reshape(*blocks.shape[:dim], -1, *blocks.shape[dim + 2 :])
 
 
-def blocks_of(info: ParamInfo) -> Blocks | None:
+def blocks_of(info: ParamInfo) -> MomentBlocks | None:
     """Blocks of a parameter's moments; None if they stay float32.
 
     Moments of norm scales, embedding and unembedding stay float32, and moments whose blocks would be shorter
@@ -88,7 +88,7 @@ def blocks_of(info: ParamInfo) -> Blocks | None:
     dim = info.dims.index(letter)
     # The greatest power of two up to 128 that divides the dimension: 128 has no other divisors.
     length = math.gcd(info.shape[dim], LONGEST)
-    return Blocks(letter, dim - len(info.dims), length) if length >= SHORTEST else None
+    return MomentBlocks(letter, dim - len(info.dims), length) if length >= SHORTEST else None
 
 
 def top(signed: bool) -> float:
@@ -96,7 +96,7 @@ def top(signed: bool) -> float:
     return 1 - 0.45 / 2 ** _levels(signed)
 
 
-def encode(x: Array, blocks: Blocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
+def encode(x: Array, blocks: MomentBlocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
     """Quantizes f32 `x` to codes and scales: a first moment to int8, the root of a second one to uint8.
 
     bits: random uint32s of the shape of `x` for stochastic rounding, so that `decode` returns `x` on average
@@ -131,7 +131,7 @@ def encode(x: Array, blocks: Blocks, *, signed: bool, bits: Array | None) -> tup
     return codes, jnp.squeeze(scale, blocks.dim)
 
 
-def decode(codes: Array, scale: Array, blocks: Blocks) -> Array:
+def decode(codes: Array, scale: Array, blocks: MomentBlocks) -> Array:
     """Dequantizes a moment to f32."""
     signed = codes.dtype == jnp.int8
     blocked = blocks.split(codes.astype(jnp.int32))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jtrain.layout.dims import ParamInfo
-from jtrain.optim.quantized_moments import Blocks, blocks_of, decode, encode
+from jtrain.optim.quantized_moments import MomentBlocks, blocks_of, decode, encode
 from jtrain.optim.rounding import Noise, to_bfloat16
 from jtrain.optim.spec import AdamW, Muon
 
@@ -57,7 +57,7 @@ def uses_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
     return isinstance(spec, Muon) and info.is_matrix and info.dims.startswith("Y")
 
 
-def blocks(spec: AdamW | Muon, info: ParamInfo) -> Blocks | None:
+def blocks(spec: AdamW | Muon, info: ParamInfo) -> MomentBlocks | None:
     """Blocks of the parameter's moments; None if they are not quantized."""
     return blocks_of(info) if spec.moment_dtype == "int8" else None
 

@@ -3,7 +3,8 @@
 | clock | who waits for whom | for |
 |---|---|---|
 | `dataflow` | an operation starts when its worker is free and its inputs are there | stages that run on their own |
-| `lockstep` | a tick starts when the neighbours (or all workers) have ended the tick before | one SPMD program |
+| `lockstep` | a tick starts when the neighbours (or all workers) have ended the tick before | one SPMD
+program |
 
 The bubble is the fraction of all workers' time in which they compute nothing: 1 - busy / (workers x
 makespan). Costs are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2,

@@ -14,7 +14,8 @@ before both are done.
 | interleaved | v | (P-1)(F+B)/v | P + (P-1)/v | M a multiple of P | arXiv:2104.04473, section 2.2.2 |
 | zb-h1 | 1 | (P-1)(F+I-W) | P | | arXiv:2401.10241, section 3 |
 | zbv | 2 | (P-1)F/2, if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
-| dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
+| dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut
+in half |
 
 `tests/pipeline/test_families.py` holds every entry of the table against the simulator.
 """

@@ -69,7 +69,8 @@ def check_fits(
     """Returns the memory plan of a job that fits into `available` bytes per device.
 
     Args:
-      config_layout: the layout of the user's config, if it is not the job's: the changes offered are relative to it.
+      config_layout: the layout of the user's config, if it is not the job's: the changes offered are relative
+        to it.
       devices_text: the devices that are here, as the message begins.
 
     Raises:

@@ -80,11 +80,11 @@ def load_class(setting: str, name: str) -> type:
     """
     module_name, _, attribute = name.rpartition(":")
     file = Path(module_name).expanduser()
-    known = _loaded.get((file.absolute(), source_hash(module_name))) if file.is_file() else None
-    found: Any = getattr(known, attribute, None) or load_function(setting, name)[0]
-    if not isinstance(found, type):
-        raise UserError(f"{setting}={name!r} is a {type(found).__name__}, and must be a class.")
-    return found
+    loaded_module = _loaded.get((file.absolute(), source_hash(module_name))) if file.is_file() else None
+    named_class: Any = getattr(loaded_module, attribute, None) or load_function(setting, name)[0]
+    if not isinstance(named_class, type):
+        raise UserError(f"{setting}={name!r} is a {type(named_class).__name__}, and must be a class.")
+    return named_class
 
 
 def class_name(kind: type) -> str:

@@ -103,7 +103,7 @@ class Ends:
         return self._gather_owners(own_T[:, None], y_BLD[..., :1])[..., 0]
 
     def weights(self, trained: Params) -> Params:
-        """What the forward pass reads."""
+        """Parameters that the forward pass reads."""
         return attach_values(self.layout, {**self.params, **trained}, self.params)
 
     def mask_others(self, worker: int, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -171,7 +171,7 @@ class EndLayers:
     def loss(
         self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array, unit: Array
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
-        """As `Ends.loss`; behind further layers, the gradient of y is that of `head_worker`, and 0 elsewhere."""
+        """Computes `Ends.loss`; behind further layers, `head_worker` has the gradient of y, others 0."""
         target_BL = parts.target_BL[microbatch]
         if not self.ends.model.last:
             return self.ends.loss(trained, y_BLD, target_BL, unit)
@@ -187,7 +187,7 @@ class EndLayers:
     def nats(
         self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array
     ) -> Float[Array, "B _"]:
-        """As `Ends.nats`."""
+        """Computes `Ends.nats`."""
         if self.ends.model.last:
             y_BLD, _ = self._through_last(trained, y_BLD, parts, microbatch)
         return self.ends.nats(trained, y_BLD, parts.target_BL[microbatch])

@@ -62,7 +62,7 @@ class Pair:
         slot = self.folders[process] / f"process-{process}" / "a"
         (slot / "state" / "w").mkdir(parents=True)
         (slot / "state" / "w" / "c.0").write_bytes(os.urandom(CONTENT_BYTES))
-        part = files.Part(process, "run", "config", 0)
+        part = files.ProcessPart(process, "run", "config", 0)
         files.seal(slot, step=7, leaves={}, data="{}", config="", hashes={}, processes=2, part=part)
         return slot
 

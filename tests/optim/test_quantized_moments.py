@@ -12,11 +12,11 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.optim import AdamW, Muon, build, check_layout
-from jtrain.optim.quantized_moments import Blocks, blocks_of, decode, encode
+from jtrain.optim.quantized_moments import MomentBlocks, blocks_of, decode, encode
 from jtrain.optim.rounding import Noise
 
 INFO = ParamInfo("layers.mlp.gate_DF", (2, 8, 512), "YDF", "normal", 1.0)
-BLOCKS = Blocks("F", -1, 128)
+BLOCKS = MomentBlocks("F", -1, 128)
 
 
 def published_map(signed: bool) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_every_code_stands_for_a_value_of_the_published_map(signed: bool) -> Non
     wanted = published_map(signed)
     assert len(wanted) == (127 if signed else 254)
     codes = np.arange(len(wanted) + 1)
-    blocks = Blocks("D", -1, len(codes))
+    blocks = MomentBlocks("D", -1, len(codes))
     got = np.asarray(
         decode(jnp.asarray(codes, jnp.int8 if signed else jnp.uint8), jnp.ones(1), blocks), np.float64
     )
@@ -177,10 +177,10 @@ def test_blocks_lie_where_shards_do_not_cut_them() -> None:
         }.items()
     }
     assert found == {
-        "YDNH": Blocks("H", -1, 128),
-        "YNHD": Blocks("H", -2, 64),
-        "YDF": Blocks("F", -1, 128),
-        "YXFD": Blocks("F", -2, 64),
+        "YDNH": MomentBlocks("H", -1, 128),
+        "YNHD": MomentBlocks("H", -2, 64),
+        "YDF": MomentBlocks("F", -1, 128),
+        "YXFD": MomentBlocks("F", -2, 64),
         "DV": None,
         "VD": None,
         "YD": None,

@@ -46,7 +46,7 @@ def kill_prepare(trial: Trial) -> None:
 
 @fault("kill-adopt", "`jtrain data adopt` is killed up to three times", processes=(1,), chains=True)
 def kill_adopt(trial: Trial) -> None:
-    """As `kill-prepare`."""
+    """Kills as `kill-prepare` does."""
     _kill_command(trial, _ADOPT)
 
 

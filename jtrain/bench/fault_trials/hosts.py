@@ -29,15 +29,15 @@ def late_hosts(trial: Trial) -> None:
     second = trial.start(module=HostSpec("host-b").module)
     # One of them is refused, or both end one after another: the second one found a finished run.
     first.until(lambda: not (first.running() and second.running()), poll_s=0.01)
-    other, ended = (first, second) if first.running() else (second, first)
-    trial.let_train(other)
-    ended.wait()
-    codes = (ended.codes[0], other.codes[0])
+    survivor, loser = (first, second) if first.running() else (second, first)
+    trial.let_train(survivor)
+    loser.wait()
+    codes = (loser.codes[0], survivor.codes[0])
     text = first.text() + second.text()
-    if ended.codes[0] not in (DONE, REFUSED) or (ended.codes[0] == REFUSED and _IN_USE not in text):
+    if loser.codes[0] not in (DONE, REFUSED) or (loser.codes[0] == REFUSED and _IN_USE not in text):
         trial.wrong(f"two hosts that started together ended with {codes}: {text[-500:]}")
-    both_done = codes == (DONE, DONE) and not other.killed
-    if both_done and "resumed from step" not in other.text():
+    both_done = codes == (DONE, DONE) and not survivor.killed
+    if both_done and "resumed from step" not in survivor.text():
         trial.wrong("two hosts trained in one workdir")
 
 
@@ -62,18 +62,18 @@ def host_paused(trial: Trial) -> None:
         trial.record_end(paused)
         return
     os.kill(paused.pids[0], signal.SIGSTOP)
-    other = trial.start(module=HostSpec("host-b").module)
-    resumed = other.until(
-        lambda: f"step {NUM_STEPS}/" in other.text() or trial.workdir.last_step() > stop_step + 1
+    rival = trial.start(module=HostSpec("host-b").module)
+    resumed = rival.until(
+        lambda: f"step {NUM_STEPS}/" in rival.text() or trial.workdir.last_step() > stop_step + 1
     )
     paused.send(signal.SIGCONT)
     woke_s = time.monotonic()
     paused.wait()
     trial.result.times_s["loser ended"] = time.monotonic() - woke_s
-    other.wait()
-    trial.record_end(other)
-    if other.codes != {0: DONE}:
-        trial.wrong(f"the host that took the workdir over ended with {other.codes}: {other.text()[-500:]}")
+    rival.wait()
+    trial.record_end(rival)
+    if rival.codes != {0: DONE}:
+        trial.wrong(f"the host that took the workdir over ended with {rival.codes}: {rival.text()[-500:]}")
     # It may have been stopped behind its last write, with nothing left to do but to end.
     if paused.codes[0] == DONE and resumed:
         trial.wrong("a host that had lost its workdir ended as if it had trained")

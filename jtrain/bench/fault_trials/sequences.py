@@ -45,7 +45,8 @@ def parse(text: str, kinds: Mapping[str, FaultKind]) -> FaultSequence:
     """Reads the text of a sequence.
 
     Raises:
-      UserError: it names a kind that is unknown or cannot follow others, has no number, or needs two workdirs.
+      UserError: it names a kind that is unknown or cannot follow others, has no number, or needs two
+        workdirs.
     """
     sequence = []
     for part in text.split(","):

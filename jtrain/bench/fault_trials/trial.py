@@ -63,7 +63,9 @@ class Trial:
         self._unpaid_part = 0
 
     def from_half(self) -> None:
-        """Gives the trial a workdir whose run was killed after two checkpoints, unless a sequence has made one."""
+        """Gives the trial a workdir whose run was killed after two checkpoints, unless a sequence has made
+        one.
+        """
         if not self.workdir.logged():
             half = self.lab.half(self.recipe)
             shutil.copytree(half, self.workdir.path, symlinks=True, dirs_exist_ok=True)
@@ -81,11 +83,11 @@ class Trial:
         options.setdefault("environ", self.environ)
         logs = self.folder / f"attempt{len(self.attempts)}"
         # Taken before the start, which changes all of them.
-        before = StateBefore.of(self.workdir, self.part)
+        state_before = StateBefore.of(self.workdir, self.part)
         names = [self.workdir.url] if isinstance(self.workdir, StoreWorkdir) else [self.workdir.path]
         attempt = self.recipe.start(workdirs or names, logs, *extra_arguments, **options)
         self.attempts.append(attempt)
-        self._before[attempt] = before
+        self._before[attempt] = state_before
         return attempt
 
     def victims(self) -> list[int]:
@@ -193,37 +195,37 @@ class Trial:
 
     def _check_resumed(self, attempt: TrialAttempt, text: str) -> None:
         """Checks where a start went on, if it came to a first new step; a supervised one: its first attempt."""
-        before = self._before[attempt]
+        state_before = self._before[attempt]
         text = re.split(r"^supervise .*: restart \d+ of", text, maxsplit=1, flags=re.MULTILINE)[0]
         first_resumed = re.search(r"resumed from step (\d+)", text)
         resumed = int(first_resumed[1]) if first_resumed else 0
         if f"step {resumed + 1}/" not in text:
             return
         if attempt is not self.attempts[0]:
-            self._note_lost(resumed, before.logged_step)
+            self._note_lost(resumed, state_before.logged_step)
         # A save every EVERY_STEPS, and one more interval for a save that was under way.
         parts = self.kind.parts or (self.kind,)
-        lost_steps = sum(part.lost_steps for part in parts[self._unpaid_part : before.part + 1])
-        self._unpaid_part = before.part
-        if resumed < before.due_step - EVERY_STEPS - lost_steps:
+        lost_steps = sum(part.lost_steps for part in parts[self._unpaid_part : state_before.part + 1])
+        self._unpaid_part = state_before.part
+        if resumed < state_before.due_step - EVERY_STEPS - lost_steps:
             self.wrong(
-                f"more than one interval lost: at step {before.logged_step}, resumed from step {resumed}"
+                f"more than one interval lost: at step {state_before.logged_step}, resumed from step {resumed}"
             )
-        if resumed < before.newest and not re.search(
+        if resumed < state_before.newest and not re.search(
             # A newer folder that was passed over must be named in the output.
-            rf"checkpoints/{before.newest}\b|step {before.newest}\b(?!/)",
+            rf"checkpoints/{state_before.newest}\b|step {state_before.newest}\b(?!/)",
             text,
         ):
-            self.wrong(f"resumed from step {resumed} without a word on checkpoints/{before.newest}")
+            self.wrong(f"resumed from step {resumed} without a word on checkpoints/{state_before.newest}")
         # A whole checkpoint that is not used is lost work.
-        if resumed < before.committed and not lost_steps:
+        if resumed < state_before.committed and not lost_steps:
             self.wrong(
-                f"resumed from step {resumed}, although the checkpoint of step {before.committed} is whole"
+                f"resumed from step {resumed}, although the checkpoint of step {state_before.committed} is whole"
             )
         # A step without a checkpoint cannot be resumed from: the state would be of another step.
-        if resumed > before.committed:
+        if resumed > state_before.committed:
             self.wrong(
-                f"resumed from step {resumed}, but the newest checkpoint was that of step {before.committed}"
+                f"resumed from step {resumed}, but the newest checkpoint was that of step {state_before.committed}"
             )
 
     def count_lost(self, text: str, logged_step: int) -> None:

@@ -106,7 +106,8 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         rotated_share=(1.0, 0.5),
         backwards=(False, True),
     ),
-    # Wavelengths of heads of 8 dims over 16 positions: the scalings must have some to change and some to keep.
+    # Wavelengths of heads of 8 dims over 16 positions: the scalings must have some to change and some to
+    # keep.
     Llama3Scaling: dict(
         factor=(8.0, 2.0),
         low_freq_factor=(1.0, 0.5),

@@ -62,7 +62,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Values that every layer reads."""
 
     position: Any
@@ -95,7 +95,7 @@ def _objective(model: Model, p: Any, batch: Any) -> Any:
 
 
 def _hidden(model: Model, p: Any, batch: Any) -> Any:
-    rows = Rows(batch["position_BL"], batch["segment_BL"])
+    rows = PackedRows(batch["position_BL"], batch["segment_BL"])
     embedded = p["embed_VD"][batch["token_BL"]] * model.embedding_scale
     if model.embedding_norm:
         embedded = _norm(model, {}, embedded, spec=_Unscaled())
@@ -122,16 +122,18 @@ def _below(p: Any, prefix: str) -> Any:
     return {path.removeprefix(prefix): value for path, value in p.items() if path.startswith(prefix)}
 
 
-def _block(model: Model, spec: Any, w: Any, rows: Rows, carry: Any) -> Any:
+def _block(model: Model, spec: Any, w: Any, rows: PackedRows, carry: Any) -> Any:
     x, router, closest = carry
-    before = spec.norms != "after"
+    norms_input = spec.norms != "after"
     parallel = spec.norms.startswith("parallel")
 
     def branch(name: str, x: Any, compute: Callable[[Any], Any]) -> Any:
         of_input = "attention" if spec.norms == "parallel_shared" else name
-        y = compute(_norm(model, _below(w, f"{of_input}_norm."), x) if before else x)
-        after = ("after", "sandwich") if name == "attention" else ("after", "sandwich", "sandwich_mlp")
-        y = _norm(model, _below(w, f"{name}_post_norm."), y) if spec.norms in after else y
+        y = compute(_norm(model, _below(w, f"{of_input}_norm."), x) if norms_input else x)
+        names_of_output_norm = (
+            ("after", "sandwich") if name == "attention" else ("after", "sandwich", "sandwich_mlp")
+        )
+        y = _norm(model, _below(w, f"{name}_post_norm."), y) if spec.norms in names_of_output_norm else y
         return spec.residual_scale * y
 
     stream = x
@@ -141,8 +143,8 @@ def _block(model: Model, spec: Any, w: Any, rows: Rows, carry: Any) -> Any:
         losses = []
 
         def feed_forward(h: Any) -> Any:
-            y, *rest = _feed_forward(model, spec.feed_forward, _below(w, "mlp."), h, rows)
-            losses.extend(rest)
+            y, *branch_losses = _feed_forward(model, spec.feed_forward, _below(w, "mlp."), h, rows)
+            losses.extend(branch_losses)
             return y
 
         stream = stream + branch("mlp", x if parallel else stream, feed_forward)
@@ -168,7 +170,7 @@ def _to_end(vector: Any, x: Any) -> Any:
     return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 
-def _mixer(model: Model, spec: Any, w: Any, x: Any, rows: Rows) -> Any:
+def _mixer(model: Model, spec: Any, w: Any, x: Any, rows: PackedRows) -> Any:
     weights = _below(w, f"{spec.name}.")
     changed = {f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default}
     if spec.name == "attention" and changed <= ATTENTION_FIELDS:
@@ -177,7 +179,7 @@ def _mixer(model: Model, spec: Any, w: Any, x: Any, rows: Rows) -> Any:
     return model.layers(spec, weights, x, rows.position, rows.segment)
 
 
-def _attention(model: Model, spec: Any, w: Any, x: Any, rows: Rows) -> Any:
+def _attention(model: Model, spec: Any, w: Any, x: Any, rows: PackedRows) -> Any:
     q = jnp.einsum("bld,dnh->blnh", x, w["q_DNH"])
     k = jnp.einsum("bld,dkh->blkh", x, w["k_DKH"])
     v = jnp.einsum("bld,dkh->blkh", x, w["v_DKH"])
@@ -230,8 +232,8 @@ def _rotate(rope: Any, x: Any, position: Any) -> Any:
     factor = getattr(rope.scaling, "attention_factor", 1.0)
     angle = -angle if rope.backwards else angle
     cos, sin = factor * jnp.cos(angle)[:, :, None, :], factor * jnp.sin(angle)[:, :, None, :]
-    a, b, others = x[..., :half], x[..., half:rotated], x[..., rotated:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, others], axis=-1)
+    a, b, unrotated = x[..., :half], x[..., half:rotated], x[..., rotated:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, unrotated], axis=-1)
 
 
 def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
@@ -270,7 +272,7 @@ def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
             return frequency
 
 
-def _feed_forward(model: Model, spec: Any, w: Any, x: Any, rows: Rows) -> tuple[Any, Any, Any]:
+def _feed_forward(model: Model, spec: Any, w: Any, x: Any, rows: PackedRows) -> tuple[Any, Any, Any]:
     """Output, router losses, and how close a choice or a kink was."""
     valid = rows.segment > 0
     if "router_DX" in w:

@@ -37,7 +37,9 @@ VARIANTS = 3
 """Numbers of steps of a run, and of sequences of batches of which a trial takes one."""
 ULP = 2.0**-23
 MOVED = (-2, -1, 1, 2, 5, 8)
-"""Ulps by which embeddings are moved: an element at an edge falls to its other side in about half of the runs."""
+"""Ulps by which embeddings are moved: an element at an edge falls to its other side in about half of the
+runs.
+"""
 CLOSE = 3e-5
 """Difference of router logits below which float32 may choose another expert than float64."""
 

@@ -75,7 +75,7 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
     histograms = [np.empty((0, BINS), np.int64)]
     for stream, share in zip(dataset.streams, shares.tolist(), strict=True):
         tokens = round(num_rows * share) * seq_len
-        rest = np.empty(0, np.int32)  # tokens of chunks that fill no row together
+        leftover = np.empty(0, np.int32)  # tokens of chunks that fill no row together
         for records in stream.records_at_random(epoch_key(1, 0)):
             if tokens < seq_len:
                 break
@@ -85,16 +85,17 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
             drawn = np.random.default_rng(0).permutation(len(chunks.record))
             for start in range(0, len(drawn), 256):
                 # Read in the order of the files, and put together in that of the draw: neighbours are alike.
-                some = np.sort(drawn[start : start + 256])
-                read = stream.read_chunks(Chunks(*(array[some] for array in chunks)))
+                drawn_numbers = np.sort(drawn[start : start + 256])
+                read = stream.read_chunks(Chunks(*(array[drawn_numbers] for array in chunks)))
                 pieces = np.split(read.ids, np.cumsum(read.lengths)[:-1])
                 order = np.random.default_rng(start).permutation(len(pieces))
                 # Full chunks first: each is a row, as in most batches. The others share rows.
                 order = order[np.argsort(-read.lengths[order], kind="stable")]
-                ids = np.concatenate([*(pieces[i] for i in order), rest])
+                ids = np.concatenate([*(pieces[i] for i in order), leftover])
                 num = min(len(ids), tokens) // seq_len
-                # What is left behind whole rows are the shortest pieces, which no batch puts together like this.
-                rest = ids if num == 0 else ids[:0]
+                # What is left behind whole rows are the shortest pieces, which no batch puts together like
+                # this.
+                leftover = ids if num == 0 else ids[:0]
                 histograms.append(_histograms(ids[: num * seq_len].astype(np.int64).reshape(num, seq_len)))
                 tokens -= num * seq_len
                 if tokens < seq_len:
@@ -126,16 +127,16 @@ def compare_topics(read_rows: Int64[np.ndarray, "n b"], rows: Int64[np.ndarray, 
     corpus_draws = rng.multinomial(len(rows), shares, _DRAWS) / len(rows)
 
     def distance(topic_of_row: Int64[np.ndarray, " n"]) -> Compared:
-        found = np.bincount(topic_of_row, minlength=topics) / len(topic_of_row)
+        shares_read = np.bincount(topic_of_row, minlength=topics) / len(topic_of_row)
         draws = rng.multinomial(len(topic_of_row), shares, _DRAWS) / len(topic_of_row)
         chance = np.abs(draws - corpus_draws).sum(axis=1).mean() / 2
-        return Compared(float(np.abs(found - shares).sum() / 2), float(chance))
+        return Compared(float(np.abs(shares_read - shares).sum() / 2), float(chance))
 
     windows = [distance(window) for window in np.array_split(read_topic, min(_WINDOWS, num_read))]
     met = float(len(set(read_topic.tolist())))
     # As many rows of both: the more rows are read, the lower the loss.
     num = min(num_read, len(shuffled))
-    some = np.arange(num) * num_read // num
+    shuffled_numbers = np.arange(num) * num_read // num
     return TopicReport(
         topics=topics,
         met=Compared(met, float((1 - (1 - shares) ** num_read).sum())),
@@ -144,7 +145,7 @@ def compare_topics(read_rows: Int64[np.ndarray, "n b"], rows: Int64[np.ndarray, 
             *(float(np.mean([getattr(w, n) for w in windows])) for n in ("found", "chance"))
         ),
         loss=Compared(
-            _loss(read_rows[some], read_topic[some], held, held_topic, topics),
+            _loss(read_rows[shuffled_numbers], read_topic[shuffled_numbers], held, held_topic, topics),
             _loss(shuffled[:num], topic[:num], held, held_topic, topics),
         ),
     )

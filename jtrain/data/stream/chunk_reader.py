@@ -165,21 +165,21 @@ class ChunkReader:
             address(lengths, np.int32),
         )
         ids = ids[:num_ids]
-        others = np.flatnonzero(lengths < 0)
-        if not len(others):
+        in_python = np.flatnonzero(lengths < 0)
+        if not len(in_python):
             return Read(lengths, ids)
-        if watch is not None and others[0]:
-            watch(int(others[0]))
+        if watch is not None and in_python[0]:
+            watch(int(in_python[0]))
         read = self._read_texts(
-            Chunks(*(column[others] for column in chunks)),
-            None if watch is None else lambda i: watch(int(others[i])),
+            Chunks(*(column[in_python] for column in chunks)),
+            None if watch is None else lambda i: watch(int(in_python[i])),
         )
-        lengths[others] = 0
+        lengths[in_python] = 0
         # Each text goes before the ids of the chunks that follow it.
-        before = np.cumsum(lengths, dtype=np.int64)[others]
-        lengths[others] = read.lengths
-        skipped = tuple((int(others[i]), reason) for i, reason in read.skipped)
-        return Read(lengths, np.insert(ids, np.repeat(before, read.lengths), read.ids), skipped)
+        ids_before = np.cumsum(lengths, dtype=np.int64)[in_python]
+        lengths[in_python] = read.lengths
+        skipped = tuple((int(in_python[i]), reason) for i, reason in read.skipped)
+        return Read(lengths, np.insert(ids, np.repeat(ids_before, read.lengths), read.ids), skipped)
 
     @property
     def _long_line_bytes(self) -> int:

@@ -1,4 +1,6 @@
-"""Samples of a source: whole ones, and of those longer than a row the pieces that hold learned tokens' prompts."""
+"""Samples of a source: whole ones, and of those longer than a row the pieces that hold learned tokens'
+prompts.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

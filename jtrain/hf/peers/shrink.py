@@ -8,7 +8,9 @@ import math
 
 WIDTH, VOCABULARY, POSITIONS, WINDOW = 64, 128, 256, 16
 FIRST_TOKEN = 4
-"""Smallest drawn id, as in draw.py: special tokens are below, because torch leaves out the gradient of padding."""
+"""Smallest drawn id, as in draw.py: special tokens are below, because torch leaves out the gradient of
+padding.
+"""
 MOST_LAYERS = 8
 """Longest head and period that are kept whole; of longer patterns one layer of each kind is kept."""
 

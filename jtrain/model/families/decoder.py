@@ -1,4 +1,4 @@
-"""What most families share: fields of config.json, names of tensors, and layers that repeat."""
+"""Parts that most families share: fields of config.json, names of tensors, and layers that repeat."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json describes a model, and what its tensors are called."""
+"""Model family: how its config.json describes a model, and the names of its tensors."""
 
 import dataclasses
 from collections.abc import Callable

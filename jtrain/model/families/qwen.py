@@ -57,7 +57,7 @@ def _read_qwen3(fields: Fields) -> Transformer:
 
 
 def num_experts(fields: Fields) -> int:
-    """From `num_experts` (transformers 4) or `num_local_experts` (5), which are one setting."""
+    """Reads `num_experts` (transformers 4) or `num_local_experts` (5), which are one setting."""
     keys = [key for key in ("num_experts", "num_local_experts") if fields.get(key) is not None] or [
         "num_experts"
     ]

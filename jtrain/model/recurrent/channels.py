@@ -1,4 +1,4 @@
-"""What recurrent mixers share: their two calls, convolutions over the channels of heads, decays, and gated norms."""
+"""Base of recurrent mixers: their two calls, convolutions over heads, decays, and gated norms."""
 
 import abc
 from typing import Any, Literal

@@ -93,7 +93,8 @@ class Mamba2Spec(MixerSpec):
 class Mamba2(RecurrentMixer):
     """The layer of a `Mamba2Spec`.
 
-    Heads are split over `tensor`. Every device has the projections of all groups, and uses those of its heads.
+    Heads are split over `tensor`. Every device has the projections of all groups, and uses those of its
+    heads.
     """
 
     def __init__(self, spec: Mamba2Spec, sizes: ModelSizes, *, layers: int) -> None:

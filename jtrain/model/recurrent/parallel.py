@@ -50,12 +50,12 @@ class ParallelSpec(MixerSpec):
         return next((rotation for rotation in rotations if rotation is not None), None)
 
     def empty_cache(self, sizes: ModelSizes, *, batch: int, max_len: int, dtype: str) -> tuple[Any, ...]:
-        """What each mixer keeps."""
+        """Caches of all mixers."""
         options: Any = dict(batch=batch, max_len=max_len, dtype=dtype)
         return tuple(mixer.empty_cache(sizes, **options) for mixer in self.mixers)
 
     def mixing_flops(self, sizes: ModelSizes, *, seq_len: int) -> int:
-        """Those of all mixers."""
+        """FLOPs of all mixers."""
         return sum(mixer.mixing_flops(sizes, seq_len=seq_len) for mixer in self.mixers)
 
 

@@ -180,7 +180,8 @@ class _Program:
                 else:
                     handovers[body[begin_index].name] = transfer
                 done_index = done_of(body, index) if i.opcode.endswith("-start") else None
-                # The compute stream waits at once for a collective without a pair, and for one marked synchronous.
+                # The compute stream waits at once for a collective without a pair, and for one marked
+                # synchronous.
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
                     yield TransferWait(i.name)
                 elif done_index is not None:

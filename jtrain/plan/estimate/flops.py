@@ -25,7 +25,8 @@ class TokenFlops:
 
     matmul_params: parameters of the matrices that a token is multiplied with; of experts, the `top_k` chosen
       ones.
-    matmul_flops, attention_flops: forward and backward together; attention stands for all that mixes positions.
+    matmul_flops, attention_flops: forward and backward together; attention stands for all that mixes
+      positions.
     """
 
     matmul_params: int

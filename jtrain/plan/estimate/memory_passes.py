@@ -40,18 +40,18 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     model, layout, mesh = job.model, job.layout, job.layout.mesh
     passes = job.step.passes
     # The recomputation runs in the backward pass.
-    forward_bytes = sum(one.bytes for one in passes if one.when == "forward")
-    backward_bytes = sum(one.bytes for one in passes if one.when != "forward")
+    forward_bytes = sum(memory_pass.bytes for memory_pass in passes if memory_pass.when == "forward")
+    backward_bytes = sum(memory_pass.bytes for memory_pass in passes if memory_pass.when != "forward")
     # The vocabulary is split over the stages of a pipeline too.
     tokens = job.rows() * layout.spec.microbatches * job.seq_len // mesh.context
     loss_bytes = tokens * model.vocab_size * LOGIT_BYTES / mesh.tensor / mesh.stage
     if layout.precision.param_dtype != layout.precision.compute_dtype:
-        others = (p for p in layout.params if not p.info.is_stacked)
-        elements = sum(layout.local_size(p.param, p.info.shape) for p in others)
+        unstacked = (p for p in layout.params if not p.info.is_stacked)
+        elements = sum(layout.local_size(p.param, p.info.shape) for p in unstacked)
         loss_bytes += elements * CAST_BYTES * layout.spec.microbatches
     return MemoryPasses(
         forward_bytes / bytes_per_s,
         backward_bytes / bytes_per_s,
         loss_bytes / bytes_per_s,
-        sum(one.bytes for one in passes if one.of_experts) / bytes_per_s,
+        sum(memory_pass.bytes for memory_pass in passes if memory_pass.of_experts) / bytes_per_s,
     )

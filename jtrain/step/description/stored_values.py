@@ -104,21 +104,21 @@ class StoredValues:
             # Gradients of weights that a pipeline computes later are no transposed operations.
             when = "backward" if WEIGHT_GRADIENTS in step.place.scope else step.place.when
             key = step.place.trips, when, self._levels[step.results[0]]
-            reads, writes, others = groups.setdefault(key, (set(), set(), []))
+            reads, writes, accesses = groups.setdefault(key, (set(), set(), []))
             results = [n for n in step.results if n in self._stored]
             if step.name in _KERNELS:
-                others += (*step.reads, *step.results)
+                accesses += (*step.reads, *step.results)
             elif results and not step.is_alone and step.name != KEPT.name:
                 sources = self._sources_of(step)
                 if all(map(self._ends_product, (*step.reads, *sources))) and step.name in _ENDS:
-                    others += [*sources][1:]  # products add their results to those of the first
+                    accesses += [*sources][1:]  # products add their results to those of the first
                 elif sources and sources <= set(results):
-                    others += [*results, *results]  # a copy of a part
+                    accesses += [*results, *results]  # a copy of a part
                 elif sources:
                     reads |= sources
                     writes |= set(results)
-        for (trips, when, _), (reads, writes, others) in groups.items():
-            yield (trips, when), [*self._without_overlap(reads - writes), *writes, *others]
+        for (trips, when, _), (reads, writes, accesses) in groups.items():
+            yield (trips, when), [*self._without_overlap(reads - writes), *writes, *accesses]
 
     def _without_overlap(self, reads: set[int]) -> Iterator[int]:
         """Yields what a pass reads, with an array instead of parts of it that overlap."""
@@ -126,8 +126,10 @@ class StoredValues:
         for n in reads:
             is_slice = not self._in_memory(n) and self._name(n) in _SLICES
             parts[self._made_by[n].reads[0] if is_slice else n].append(n)
-        for whole, numbers in parts.items():
-            yield from [whole] if sum(map(self._bytes, numbers)) > self._bytes(whole) else numbers
+        for array_number, numbers in parts.items():
+            yield from (
+                [array_number] if sum(map(self._bytes, numbers)) > self._bytes(array_number) else numbers
+            )
 
     def _name(self, number: int) -> str:
         """Name of the operation that makes a value; empty for arguments."""
@@ -188,13 +190,13 @@ class StoredValues:
             return None
         if step.name in _VIEWS and len(reads) == 1:
             made_by = self._made_by.get(reads[0])
-            operand, shown, result = reads[0], self.arrays[reads[0]], self.arrays[results[0]]
+            operand, view, result = reads[0], self.arrays[reads[0]], self.arrays[results[0]]
             if made_by is not None and step.name == made_by.name == "convert_element_type":
                 # Rounded to the dtype that it was widened from, a value is what it was.
                 narrow = self.arrays[made_by.reads[0]]
-                if shown.dtype.itemsize > narrow.dtype.itemsize:
-                    operand, shown = made_by.reads[0], narrow
-            if shown.dtype == result.dtype and math.prod(shown.shape) == math.prod(result.shape):
+                if view.dtype.itemsize > narrow.dtype.itemsize:
+                    operand, view = made_by.reads[0], narrow
+            if view.dtype == result.dtype and math.prod(view.shape) == math.prod(result.shape):
                 self._views[results[0]] = operand
                 return None
         step = dataclasses.replace(step, reads=reads)
@@ -226,7 +228,9 @@ class StoredValues:
         return frozenset[int]().union(*map(self._sources_behind, step.reads))
 
     def _is_part(self, step: StoringStep) -> bool:
-        """True if a fusion reads the result alone; rows that are gathered are read as often as they are taken."""
+        """True if a fusion reads the result alone; rows that are gathered are read as often as they are
+        taken.
+        """
         return step.name == "gather" or (step.name in _SLICES and self._in_memory(step.reads[0]))
 
     def _sources_behind(self, number: int) -> frozenset[int]:

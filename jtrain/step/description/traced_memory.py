@@ -208,20 +208,20 @@ def _sums(numbers: list[Monomial]) -> tuple[Monomial, ...]:
 
 def _widest(moments: Iterable[LabelledMoment]) -> list[LabelledMoment]:
     """Moments that are not within another one in every layout of the class."""
-    least, most = dict[LabelledMoment, dict[Any, int]](), dict[LabelledMoment, dict[Any, int]]()
+    lower_bytes, upper_bytes = dict[LabelledMoment, dict[Any, int]](), dict[LabelledMoment, dict[Any, int]]()
     for moment in moments:
-        least[moment] = {powers: factor for factor, powers in moment.bytes}
-        most[moment] = {powers: factor for factor, powers in _sums([*moment.bytes, *moment.shards])}
+        lower_bytes[moment] = {powers: factor for factor, powers in moment.bytes}
+        upper_bytes[moment] = {powers: factor for factor, powers in _sums([*moment.bytes, *moment.shards])}
     widest: list[LabelledMoment] = []
 
-    def is_within(moment: LabelledMoment, other: LabelledMoment) -> bool:
-        return moment.in_attention <= other.in_attention and all(
-            factor <= least[other].get(powers, 0) for powers, factor in most[moment].items()
+    def is_within(moment: LabelledMoment, wider: LabelledMoment) -> bool:
+        return moment.in_attention <= wider.in_attention and all(
+            factor <= lower_bytes[wider].get(powers, 0) for powers, factor in upper_bytes[moment].items()
         )
 
-    for moment in least:
-        if not any(is_within(moment, other) for other in widest):
-            widest = [other for other in widest if not is_within(other, moment)] + [moment]
+    for moment in lower_bytes:
+        if not any(is_within(moment, wider) for wider in widest):
+            widest = [wider for wider in widest if not is_within(wider, moment)] + [moment]
     return widest
 
 

@@ -317,7 +317,8 @@ class _Reader:
             if key not in shared_results:
                 mark = 0
                 if place.when == "again":
-                    # One bit for each repeated collective, so that a value carries a set of them in one integer.
+                    # One bit for each repeated collective, so that a value carries a set of them in one
+                    # integer.
                     mark = 1 << next(self.marks)
                 collective = TracedCollective(
                     COLLECTIVES[name],

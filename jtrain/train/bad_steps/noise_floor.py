@@ -50,8 +50,8 @@ class NoiseFloor:
         """Largest differences of loss and gradient norm in a replay that are noise."""
         floors = (self.loss_nats, self.grad_norm)
         loss, norm = (
-            min(max(least, _AMPLIFIED * floor), most)
-            for floor, least, most in zip(floors, _LEAST, _MOST, strict=True)
+            min(max(lower, _AMPLIFIED * floor), upper)
+            for floor, lower, upper in zip(floors, _LEAST, _MOST, strict=True)
         )
         return loss, norm
 
@@ -67,8 +67,8 @@ class NoiseFloor:
     def same_text(self) -> str:
         """Words for what two passes that agree have in common."""
         loss, norm = self.bounds
-        within = f"numbers within this program's noise ({loss:.0%} of the loss, {norm:.0%} of the norm)"
-        return "bits" if self.repeats else within
+        bound_text = f"numbers within this program's noise ({loss:.0%} of the loss, {norm:.0%} of the norm)"
+        return "bits" if self.repeats else bound_text
 
     @property
     def beyond_text(self) -> str:

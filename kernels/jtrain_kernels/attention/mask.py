@@ -1,4 +1,6 @@
-"""Attention masks and score caps, and the interface of an implementation: a forward and a backward pass over blocks."""
+"""Attention masks and score caps, and the interface of an implementation: a forward and a backward pass over
+blocks.
+"""
 
 import dataclasses
 from collections.abc import Callable

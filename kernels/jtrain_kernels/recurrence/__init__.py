@@ -1,1 +1,1 @@
-"""What recurrent ops share: documents of packed rows, chunks, and rows split over devices."""
+"""Parts that recurrent ops share: documents of packed rows, chunks, and rows split over devices."""

@@ -75,16 +75,16 @@ def segments_before(
     return take_own(before_RB, split), after_RB[-1]
 
 
-type Arrays = Mapping[str, Array]
+type StateArrays = Mapping[str, Array]
 """Arguments of an op by name, [B, L, ...] each."""
 
 
 def run_row(
     op: str,
-    run: Callable[[Arrays, Array, Array], tuple[Array, Array]],
-    transition: Callable[[Arrays, Array], tuple[Array, Array]],
+    run: Callable[[StateArrays, Array, Array], tuple[Array, Array]],
+    transition: Callable[[StateArrays, Array], tuple[Array, Array]],
     apply: Callable[[Array, Array], Array],
-    arrays: Arrays,
+    arrays: StateArrays,
     segment_BL: Int[Array, "B L"],
     start: RecurrentState,
     split: RowSplit,

@@ -22,23 +22,27 @@ def rope(
     return registry.call(ROPE, x_BLNH=x_BLNH, cos_BLR=cos_BLR, sin_BLR=sin_BLR)
 
 
-type Rotation = Callable[[Array, Array, Array], Array]
+type RotationKernel = Callable[[Array, Array, Array], Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def rope_by(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -> Float[Array, "B L N H"]:
+def rope_by(
+    x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: RotationKernel
+) -> Float[Array, "B L N H"]:
     """`rope` with the given rotation in both passes."""
     return rotation(x_BLNH, cos_BLR, sin_BLR)
 
 
 def _forward(
-    x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation
+    x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: RotationKernel
 ) -> tuple[Array, tuple[Array, Array]]:
     # Only the tables are saved: the rotation's gradient does not depend on x.
     return rotation(x_BLNH, cos_BLR, sin_BLR), (cos_BLR, sin_BLR)
 
 
-def _backward(rotation: Rotation, saved: tuple[Array, Array], dy_BLNH: Array) -> tuple[Array, None, None]:
+def _backward(
+    rotation: RotationKernel, saved: tuple[Array, Array], dy_BLNH: Array
+) -> tuple[Array, None, None]:
     cos_BLR, sin_BLR = saved
     # The inverse of a rotation is the rotation by the negative angle.
     return rotation(dy_BLNH, cos_BLR, -sin_BLR), None, None

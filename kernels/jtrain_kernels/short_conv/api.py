@@ -60,11 +60,13 @@ def short_conv(
       UserError: a part of the split has fewer than W - 1 positions, or parts do not divide.
     """
     (B, _, C), W = x_BLC.shape, kernel_WC.shape[0]
-    left = empty_context(B, W, C, x_BLC.dtype) if initial is None else initial
+    context = empty_context(B, W, C, x_BLC.dtype) if initial is None else initial
     run = partial(registry.call, SHORT_CONV, kernel_WC=kernel_WC, bias_C=bias_C, silu=silu)
     if split.size == 1:
-        y_BLC = run(x_BLC=x_BLC, segment_BL=segment_BL, left_BWC=left.x_BWC, left_segment_BW=left.segment_BW)
-        return y_BLC, _last_inputs(x_BLC, segment_BL, left)
+        y_BLC = run(
+            x_BLC=x_BLC, segment_BL=segment_BL, left_BWC=context.x_BWC, left_segment_BW=context.segment_BW
+        )
+        return y_BLC, _last_inputs(x_BLC, segment_BL, context)
     x, segment = (parts.cut("short_conv", array, split) for array in (x_BLC, segment_BL))
     if x.shape[1] < W - 1:
         raise UserError(
@@ -72,21 +74,28 @@ def short_conv(
             "data.seq_len larger or mesh.context smaller."
         )
     tail = slice(x.shape[1] - (W - 1), None)
-    own = LeftContext(x[:, tail], segment[:, tail])
+    own_tail = LeftContext(x[:, tail], segment[:, tail])
     # Contexts of all parts, each after the part before; a part's own tail is the context of the next one.
-    after = jax.tree.map(lambda array: parts.gather(array, split), own)
-    before = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), left, after)
-    before = jax.tree.map(lambda array: parts.take_own(array, split), before)
-    y = run(x_BLC=x, segment_BL=segment, left_BWC=before.x_BWC, left_segment_BW=before.segment_BW)
-    return parts.join(y, split), jax.tree.map(lambda array: array[-1], after)
+    contexts_after = jax.tree.map(lambda array: parts.gather(array, split), own_tail)
+    contexts_before = jax.tree.map(
+        lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), context, contexts_after
+    )
+    contexts_before = jax.tree.map(lambda array: parts.take_own(array, split), contexts_before)
+    y = run(
+        x_BLC=x,
+        segment_BL=segment,
+        left_BWC=contexts_before.x_BWC,
+        left_segment_BW=contexts_before.segment_BW,
+    )
+    return parts.join(y, split), jax.tree.map(lambda array: array[-1], contexts_after)
 
 
 def _last_inputs(x_BLC: Array, segment_BL: Array, left: LeftContext) -> LeftContext:
     """The W - 1 inputs up to the last token that is no padding."""
     taps = left.segment_BW.shape[1]
     x, segment = (
-        jnp.concatenate([before, own], axis=1)
-        for before, own in ((left.x_BWC.astype(x_BLC.dtype), x_BLC), (left.segment_BW, segment_BL))
+        jnp.concatenate([context_part, own_part], axis=1)
+        for context_part, own_part in ((left.x_BWC.astype(x_BLC.dtype), x_BLC), (left.segment_BW, segment_BL))
     )
     position_L = jnp.arange(1, segment_BL.shape[1] + 1)
     count_B = jnp.max(jnp.where(segment_BL > 0, position_L[None], 0), axis=1)

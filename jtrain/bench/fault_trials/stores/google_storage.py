@@ -14,7 +14,7 @@ BUCKET = "corpus"
 
 
 @dataclasses.dataclass
-class Request:
+class StoreRequest:
     """Request of a client: method, path, query, the byte range it wanted or sent, and what it sent."""
 
     method: str
@@ -47,7 +47,7 @@ class Store:
 
     url: str
     files: MutableMapping[str, bytes]
-    requests: list[Request] = dataclasses.field(default_factory=list)
+    requests: list[StoreRequest] = dataclasses.field(default_factory=list)
     refuse: int | None = None
     ranges: bool = True
     faults: list[int | str] = dataclasses.field(default_factory=list)
@@ -61,7 +61,7 @@ class Store:
     def __post_init__(self) -> None:
         self.answering.set()
 
-    def content(self, name: str, request: Request) -> Reply:
+    def content(self, name: str, request: StoreRequest) -> Reply:
         """Responds with a file or a part of it."""
         if name not in self.files:
             return missing(name)
@@ -96,7 +96,7 @@ def as_json(body: Any) -> Reply:
 
 
 @contextlib.contextmanager
-def serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[str]:
+def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Iterator[str]:
     """Runs a server with a thread per connection and yields its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -107,8 +107,8 @@ def serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[s
             query = {key: values[0] for key, values in parse_qs(parts.query).items()}
             token = self.headers.get("Authorization")
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            wanted = self.headers.get("Range") or self.headers.get("Content-Range")
-            request = Request(self.command, unquote(parts.path), query, wanted, token, sent)
+            byte_range = self.headers.get("Range") or self.headers.get("Content-Range")
+            request = StoreRequest(self.command, unquote(parts.path), query, byte_range, token, sent)
             store.requests.append(request)
             store.answering.wait()
             if not store.reaches():
@@ -163,12 +163,12 @@ def _entry(store: Store, name: str) -> dict[str, Any]:
     }
 
 
-def _current_generation(store: Store, request: Request) -> int:
+def _current_generation(store: Store, request: StoreRequest) -> int:
     name = request.query.get("name", request.path.rpartition("/o/")[2])
     return store.generations.get(name, 1) if name in store.files else 0
 
 
-def _write(store: Store, request: Request) -> Reply:
+def _write(store: Store, request: StoreRequest) -> Reply:
     with store.writing:  # a condition and its write are one step
         condition = request.query.get("ifGenerationMatch")
         if condition is not None and int(condition) != _current_generation(store, request):
@@ -176,7 +176,7 @@ def _write(store: Store, request: Request) -> Reply:
         return _write_unconditionally(store, request)
 
 
-def _write_unconditionally(store: Store, request: Request) -> Reply:
+def _write_unconditionally(store: Store, request: StoreRequest) -> Reply:
     objects = f"/storage/v1/b/{BUCKET}/o"
     if request.method == "DELETE":
         name = request.path.removeprefix(objects + "/")
@@ -208,7 +208,7 @@ def _write_unconditionally(store: Store, request: Request) -> Reply:
     return as_json({"done": True, "resource": _entry(store, target)})
 
 
-def answer_google(store: Store, request: Request) -> Reply:
+def answer_google(store: Store, request: StoreRequest) -> Reply:
     """Responds as Google's JSON API."""
     objects = f"/storage/v1/b/{BUCKET}/o"
     if request.method in ("POST", "PUT", "DELETE"):
@@ -218,9 +218,9 @@ def answer_google(store: Store, request: Request) -> Reply:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         items, prefixes = [], set()
         for name in sorted(store.files):
-            rest = name.removeprefix(prefix)
-            if name.startswith(prefix) and delimiter and delimiter in rest:
-                prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
+            name_below = name.removeprefix(prefix)
+            if name.startswith(prefix) and delimiter and delimiter in name_below:
+                prefixes.add(prefix + name_below.partition(delimiter)[0] + delimiter)
             elif name.startswith(prefix):
                 items.append(_entry(store, name))
         return as_json({"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)})

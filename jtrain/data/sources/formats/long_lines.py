@@ -165,22 +165,22 @@ def _marks_of_string(read: ReadBytes, begin: int, end: int) -> Marks | None:
             return None
         if saved is None or (block < _SPACE).any():
             return None
-        places = np.arange(0, len(block), MARK_BYTES)
+        mark_bytes = np.arange(0, len(block), MARK_BYTES)
         # Back to the begin of an escape, of a pair, or of a character, which has at most 4 bytes.
         if len(escapes):
-            index = np.searchsorted(escapes, places, side="right") - 1
+            index = np.searchsorted(escapes, mark_bytes, side="right") - 1
             size = np.where(block[escapes + 1] == _U, 6, 2)
             in_pair = saved == 6
             index -= (index > 0) & in_pair[index]
             is_within = (index >= 0) & (
-                places < escapes[index] + size[index] + 6 * np.append(in_pair[1:], False)[index]
+                mark_bytes < escapes[index] + size[index] + 6 * np.append(in_pair[1:], False)[index]
             )
-            places = np.where(is_within, escapes[index], places)
+            mark_bytes = np.where(is_within, escapes[index], mark_bytes)
         for _ in range(3):
-            places -= (block[places] & 0xC0) == 0x80
+            mark_bytes -= (block[mark_bytes] & 0xC0) == 0x80
         saved_before = np.append(0, np.cumsum(saved))
-        lines.append(places + first)
-        texts.append(places - saved_before[np.searchsorted(escapes, places)] + text_bytes)
+        lines.append(mark_bytes + first)
+        texts.append(mark_bytes - saved_before[np.searchsorted(escapes, mark_bytes)] + text_bytes)
         text_bytes += len(block) - int(saved_before[-1])
     # The end is a mark too, so that `around` has one behind every span.
     return Marks(np.concatenate([*texts, [text_bytes]]), np.concatenate([*lines, [end]]))
