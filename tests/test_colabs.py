@@ -101,6 +101,7 @@ def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: 
     assert "step 12: topics 0.0167 -> 0.0000" in changed
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell runs; the sheet fits, both pictures came out, what was found is sorted, and the run
     picks.

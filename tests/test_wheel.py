@@ -133,6 +133,7 @@ def test_the_metadata_says_what_one_may_do_with_it(wheel: Path) -> None:
     assert "wandb" not in metadata
 
 
+@pytest.mark.slow
 def test_an_sdist_builds_into_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """No file of the wheel is lost on the way through the source distribution."""
     sdist = build(tmp_path / "sdist", ROOT, "sdist")

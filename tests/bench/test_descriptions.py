@@ -182,7 +182,11 @@ def agree(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [described(WINDOWED, SCALED), described(SCALED, norm=NormSpec(scale="one_plus"))]
+    "setting",
+    [
+        pytest.param(described(WINDOWED, SCALED), marks=pytest.mark.slow),
+        described(SCALED, norm=NormSpec(scale="one_plus")),
+    ],
 )
 def test_one_device_computes_what_the_papers_say(setting: dict[str, Any]) -> None:
     """Packed rows with padding: objective and every gradient against float64, without code of the model."""
@@ -204,6 +208,7 @@ def test_one_device_computes_what_the_papers_say(setting: dict[str, Any]) -> Non
     )
 
 
+@pytest.mark.slow
 def test_one_device_stands_for_a_mixer_without_a_formula() -> None:
     """Attention through its own module has the loss and gradients of the formula, to float32."""
     block = BlockSpec(AttentionSpec(window=3, bias="all", qk_norm="head"))

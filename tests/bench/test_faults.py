@@ -29,6 +29,7 @@ TRIALS = len(SLICE) + len(BAD)
 """One of each kind."""
 
 
+@pytest.mark.slow
 def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     """The slice for every change, on one process; and a run that forgets, beside a process that stays, and one
     that diverges.

@@ -34,6 +34,7 @@ def lab() -> Lab:
     return Lab()
 
 
+@pytest.mark.slow
 def test_draws_meet_nearly_all_pairs_soon_and_are_those_of_the_seed() -> None:
     """Forty settings, all accepted, meet 95 % of the pairs of values; half of the settings compute in
     float32.
@@ -51,6 +52,7 @@ def test_draws_meet_nearly_all_pairs_soon_and_are_those_of_the_seed() -> None:
     assert next(iter(pairs.Draw(1))) != settings[0]
 
 
+@pytest.mark.slow
 def test_every_way_out_ends_its_refusal() -> None:
     """Of 400 settings by chance; each refusal names a way out that can be followed, and following leads to a
     config.

@@ -114,8 +114,8 @@ def savers() -> Iterator[Savers]:
     ("instant", "newest", "remains"),
     [
         ("before-hashing", 2, ("3.2.orbax-checkpoint-tmp",)),
-        ("after-the-manifest", 2, ("3.2.orbax-checkpoint-tmp",)),
-        ("after-the-rename", 3, ()),
+        pytest.param("after-the-manifest", 2, ("3.2.orbax-checkpoint-tmp",), marks=pytest.mark.slow),
+        pytest.param("after-the-rename", 3, (), marks=pytest.mark.slow),
         ("within-a-deletion", 3, ("1.deleted",)),
     ],
 )

@@ -76,7 +76,7 @@ MODELS = {
     ("kind", "num_prompt"),
     [
         ("llama", 2 * PROMPT_CHUNK + 3),
-        ("qwen3, tied", 1),
+        pytest.param("qwen3, tied", 1, marks=pytest.mark.slow),
         *(pytest.param("llama", number, marks=pytest.mark.slow) for number in (1, PROMPT_CHUNK)),
         *(
             pytest.param("qwen3, tied", n, marks=pytest.mark.slow)
@@ -104,7 +104,9 @@ WITH_SETTINGS = Transformer(
 """Attention in which all that a cache must know of differs from the usual."""
 
 
-@pytest.mark.parametrize("model", (MODEL, WITH_SETTINGS), ids=("llama", "settings"))
+@pytest.mark.parametrize(
+    "model", (pytest.param(MODEL, marks=pytest.mark.slow), WITH_SETTINGS), ids=("llama", "settings")
+)
 def test_cached_logits_are_those_of_the_full_forward(model: Transformer) -> None:
     """Logits agree within float32 rounding for prompts cut into chunks of any size, with padding."""
     params, ids = sharp_params(model), prompt_of(23)

@@ -94,6 +94,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_the_first_state_of_an_optimizer_takes_no_disk(
     tmp_path: Path, run_import: Callable[..., int]
 ) -> None:

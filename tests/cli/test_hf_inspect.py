@@ -66,6 +66,7 @@ def _leaves(tree: Any) -> list[np.ndarray]:
     return [leaf for value in tree.values() for leaf in _leaves(value)] if isinstance(tree, dict) else [tree]
 
 
+@pytest.mark.slow
 def test_an_8b_model_on_a_chip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The published count of Llama 3.1 8B, and a layout for 8 x H100 that fits; on one it is refused."""
     folder = write(tmp_path / "model", LLAMA_8B)

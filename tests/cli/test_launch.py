@@ -301,6 +301,7 @@ PEERS_APART = ("--set", "mesh.context=4", "--set", "mesh.tensor=2")
 """Both processes have devices that need all rows: each fetches half of them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "devices"),
     [(("--with", "zero3"), 2), pytest.param(PEERS_APART, 4, marks=pytest.mark.slow)],

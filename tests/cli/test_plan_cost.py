@@ -41,6 +41,7 @@ def test_every_size_has_time_money_energy_and_carbon(curve: dict[str, Any]) -> N
         assert row["co2_tonnes"] == pytest.approx(0.473 * row["mwh"])
 
 
+@pytest.mark.slow
 def test_goodput_is_that_of_the_failures(
     curve: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_search_of_which_the_compiler_confirms_nothing_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Every strategy saves, what combines them trains the largest model, and more memory a larger one."""
     file = tmp_path / "table.json"

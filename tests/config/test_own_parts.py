@@ -104,6 +104,7 @@ def test_a_class_may_be_set_on_the_command_line(folder: Path) -> None:
     assert (run.model.d_ff, run.model.price) == (96, 2.0)
 
 
+@pytest.mark.slow
 def test_the_mixer_of_the_page_continues_as_it_computes_whole_rows(folder: Path) -> None:
     """Tokens one by one through its cache give the logits of the row, and documents do not mix."""
     model = build_run(load_config(CONFIG)).model

@@ -74,9 +74,9 @@ def segments_of(pids: list[int]) -> set[str]:
 @pytest.mark.parametrize(
     ("unit", "packing"),
     [
-        ("tokens", "concat"),
         ("rows", "best_fit"),
-        ("tokens", "first_fit"),
+        pytest.param("tokens", "concat", marks=pytest.mark.slow),
+        pytest.param("tokens", "first_fit", marks=pytest.mark.slow),
         pytest.param("rows", "concat", marks=pytest.mark.slow),
         pytest.param("tokens", "best_fit", marks=pytest.mark.slow),
         pytest.param("rows", "first_fit", marks=pytest.mark.slow),

@@ -30,6 +30,7 @@ def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> t
     return found, json.loads(json.dumps(states[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_eight_then_four_then_sixteen_hosts_hold_the_batches_of_one(folder: Path, packing: str) -> None:
     """All four arrays of each batch."""

@@ -183,6 +183,7 @@ def refused(folder: Path, state: Any, **fields: Any) -> str:
     return str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", (pytest.param("opened whole", marks=pytest.mark.slow), *[*RUNS][1:]))
 def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resumed_and_killed(
     kind: str, tmp_path: Path, same_batch: Any

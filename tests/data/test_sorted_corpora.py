@@ -105,7 +105,14 @@ def assert_as_one_shuffle(report: OrderReport) -> None:
     assert report.topics.window_distance.found < 1.5 * report.topics.window_distance.chance
 
 
-@pytest.mark.parametrize("form", ["one file", "many files", "text folder", "parquet", "tars"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "one file",
+        "text folder",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("many files", "parquet", "tars")),
+    ],
+)
 def test_a_sorted_corpus_of_ten_windows_is_read_as_one_shuffle(
     form: str, texts: list[str], tmp_path: Path
 ) -> None:
@@ -119,6 +126,7 @@ def test_a_sorted_corpus_of_ten_windows_is_read_as_one_shuffle(
     assert "nan" not in "\n".join(lines_of(report))
 
 
+@pytest.mark.slow
 def test_a_shuffled_corpus_and_a_prepared_one_are_too(texts: list[str], tmp_path: Path) -> None:
     shuffled = spec_of(write(tmp_path / "shuffled.jsonl", texts_of(is_sorted=False)), tmp_path / "cache")
     assert_as_one_shuffle(measured(shuffled))
@@ -129,6 +137,7 @@ def test_a_shuffled_corpus_and_a_prepared_one_are_too(texts: list[str], tmp_path
     assert_as_one_shuffle(measured(dataclasses.replace(spec, prepared=str(tmp_path / "prepared"))))
 
 
+@pytest.mark.slow
 def test_many_sorted_sources_are_mixed_as_few(texts: list[str], tmp_path: Path) -> None:
     """Each of ten has a window of its own of many stripes."""
     sources = {
@@ -139,6 +148,7 @@ def test_many_sorted_sources_are_mixed_as_few(texts: list[str], tmp_path: Path) 
     assert_as_one_shuffle(measured(spec))
 
 
+@pytest.mark.slow
 def test_a_sorted_corpus_in_its_own_order_is_found(
     texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

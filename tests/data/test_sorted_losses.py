@@ -79,7 +79,9 @@ def held_out_tokens(dataset: TextDataset) -> Iterator[np.ndarray]:
         yield from np.split(read.ids, ends[:-1])
 
 
-@pytest.mark.parametrize(("order", "files"), [("by topic", 1), ("by letter", 80)])
+@pytest.mark.parametrize(
+    ("order", "files"), [("by topic", 1), pytest.param("by letter", 80, marks=pytest.mark.slow)]
+)
 def test_an_evaluation_has_the_mean_of_all_held_out_text(order: str, files: int, tmp_path: Path) -> None:
     """Within two standard errors, over documents, of the loss of a model of single bytes."""
     dataset = open_dataset(spec_of(write(tmp_path / "files", order, files)), seed=0)

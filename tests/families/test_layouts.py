@@ -80,6 +80,7 @@ def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
     assert all(check.is_equal for check in checks), checks
 
 
+@pytest.mark.slow
 def test_rows_over_devices_have_the_chunks_sinks_and_positions_of_whole_rows() -> None:
     """Loss and gradients with rows split over a ring, and with heads exchanged, against one device."""
     attention = AttentionSpec(chunk_size=24, temperature=GROWING, soft_cap=1.5, sink=True, value_head_dim=4)

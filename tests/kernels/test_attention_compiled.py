@@ -147,6 +147,7 @@ def test_cudnn_is_called_with_the_segments() -> None:
     assert "tensor<1x1x1024x1024xbf16>" in text
 
 
+@pytest.mark.slow
 def test_a_ring_sends_while_it_computes() -> None:
     """On 4 H200 the scheduler puts matmuls between start and done of hops with at least nine tenths of the
     bytes.

@@ -89,7 +89,11 @@ def test_so_has_one_whose_columns_come_in_parts(dtype: str, num_devices: int, pa
     agree(in_parts(parts, chunk, 0.1), num_devices, dtype, 0.1)
 
 
-@pytest.mark.parametrize("loss", [whole_columns(4, 0.1), in_parts(2, 4, 0.1)], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(whole_columns(4, 0.1), marks=pytest.mark.slow), in_parts(2, 4, 0.1)],
+    ids=["whole", "parts"],
+)
 def test_each_device_reports_its_own_positions(loss: Any) -> None:
     """The reported sums have no z-loss and no gradient; together they are what one device would report."""
     x, w, target = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V)), targets()

@@ -46,7 +46,9 @@ def drawn(model: Transformer) -> Any:
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
 
 
-@pytest.mark.parametrize("spec", [LATENT, PLAIN], ids=["latent queries", "plain queries"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(LATENT, marks=pytest.mark.slow), PLAIN], ids=["latent queries", "plain queries"]
+)
 def test_the_absorbed_form_computes_what_the_decompressed_one_does(spec: LatentAttentionSpec) -> None:
     """Logits after every chunk from a cache of latents and one key, within 1e-5 of the largest."""
     model = Transformer(num_layers=3, **SIZES, pattern=(BlockSpec(spec),))

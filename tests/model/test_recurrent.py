@@ -31,6 +31,8 @@ MIXERS: dict[str, MixerSpec] = {
     "mamba of one group": Mamba2Spec(4, 8, 8, norm="before_gate", min_step=0.001),
     "conv": ShortConvSpec(taps=4, bias=True),
 }
+QUICK_MIXERS = ("mamba", "conv")
+"""Mixers of a state and of taps: what the others add is compared by the slow tests."""
 
 
 def model_of(*mixers: MixerSpec) -> Transformer:
@@ -51,7 +53,9 @@ def batch_of(token_BL: np.ndarray, segment_BL: np.ndarray) -> Batch:
     return Batch(*map(jnp.asarray, (token_BL, token_BL, position_BL, segment_BL)))
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_MIXERS)) for name in MIXERS]
+)
 def test_documents_of_one_row_know_nothing_of_each_other(name: str) -> None:
     """Logits of each document in a packed row are those of a row of its own; as one document they are not."""
     model = model_of(MIXERS[name])
@@ -76,7 +80,9 @@ def test_documents_of_one_row_know_nothing_of_each_other(name: str) -> None:
             assert np.abs(joined_LV[start] - want_LV[0]).max() > 1e-3, "tokens before must matter"
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_MIXERS)) for name in MIXERS]
+)
 def test_a_prompt_in_padded_pieces_is_a_prompt_at_once(name: str) -> None:
     """Logits after pieces of 5, 2 and 1 tokens, padded to 6 and 1, are those of all 8 tokens in one row."""
     model = model_of(MIXERS[name])

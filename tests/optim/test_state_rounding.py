@@ -101,7 +101,7 @@ def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> No
     np.testing.assert_allclose(1 - moved("stochastic").mean(), 0.01, atol=6 * 2.0**-9 * np.sqrt(1000) / 64)
 
 
-@pytest.mark.parametrize("moment_dtype", ["bfloat16_sr", "int8"])
+@pytest.mark.parametrize("moment_dtype", ["bfloat16_sr", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
     """A moment 100 times too large falls to g^2 at b2=0.999 within 7000 updates; bf16 to nearest never
     would.

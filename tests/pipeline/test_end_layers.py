@@ -39,6 +39,7 @@ def lab() -> Lab:
     return Lab()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "1f1b")]
 )

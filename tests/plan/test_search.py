@@ -96,6 +96,7 @@ def test_a_70b_on_128_v5p_is_sized_without_hardware() -> None:
     assert best.step_s < plain.step_s
 
 
+@pytest.mark.slow
 def test_the_host_gets_the_smallest_share_that_fits() -> None:
     """An 8B on one H200 with float32 moments does not fit alone; a twentieth less on the host would not
     do.
@@ -116,6 +117,7 @@ def test_the_host_gets_the_smallest_share_that_fits() -> None:
     assert not fits(it, evaluate(it, spec, best.mesh).plan)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_is_no_help() -> None:
     """Forty GiB of moments do not fit into ten."""
     it = task("h200", 1, host=10 * GIB)
@@ -226,6 +228,7 @@ def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
     assert search(it.changed(global_batch=1), meshes(it.changed(global_batch=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_long_sequences_are_split_over_context(every: bool) -> None:
     """An 8B at 262,144 tokens on 8 H100: tensor parallelism over all 8 sends more; short sequences are never
@@ -242,6 +245,7 @@ def test_long_sequences_are_split_over_context(every: bool) -> None:
     assert {mesh.context for mesh in meshes(task())} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_experts_are_split_where_gathering_all_of_them_takes_longer(every: bool) -> None:
     """Few tokens per device: Qwen3 30B-A3B over 16 H100 with one sequence each."""

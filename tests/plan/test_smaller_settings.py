@@ -163,6 +163,7 @@ def follow_plans(misfits: int, first_seed: int, capsys: pytest.CaptureFixture[st
     return typed
 
 
+@pytest.mark.slow
 def test_settings_that_a_refused_run_offers_fit() -> None:
     """Six random misfits, among them some that need more devices."""
     assert follow_runs(6, 0) > 10

@@ -84,6 +84,7 @@ def assert_window(folder: Path, steps: list[int], *, num_devices: int) -> None:
         assert len(step["devices"]) == num_devices
 
 
+@pytest.mark.slow
 def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> None:
     """Four traced steps on four devices have a report, and every second of the run has a category."""
     began_s = time.time()

@@ -158,6 +158,7 @@ def test_a_mixtures_collectives_are_the_closed_form(splits: str) -> None:
     assert ("all-reduce", of_rows, 2 ** len(of_rows), "s32") in got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", (slow_if(True, 1), slow_if(True, 2), 3))
 def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> None:
     """Three rings of two instead of one of eight: other arrays, and the same bytes on the wire."""
@@ -203,6 +204,7 @@ def test_shared_key_heads_are_exchanged_once_per_step(axes: dict[str, int], layo
 KEPT = ("attention_q", "attention_k", "attention_v", "attention_out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "kept"), [slow_if(True, "none", ()), slow_if(True, "full", ()), ("named", KEPT)], ids=str
 )
@@ -220,6 +222,7 @@ def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, ke
     assert ("collective-permute", ("tensor",), 2, "f32") in got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "kept"), [slow_if(True, "full", ()), ("named", KEPT)], ids=str)
 def test_groups_of_sequences_gather_and_scatter_what_the_closed_form_says(
     remat: str, kept: tuple[str, ...]

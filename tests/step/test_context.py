@@ -20,7 +20,11 @@ RING, ULYSSES = dict(context_attention="ring"), dict(context_attention="ulysses"
     [
         pytest.param(dict(data=2, context=4), layout_of(3, 2) | RING, marks=pytest.mark.slow),
         pytest.param(dict(context=4), layout_of(0, 1, remat="full") | RING, marks=pytest.mark.slow),
-        (dict(context=2, tensor=2), layout_of(0, 2, remat="named", remat_save=("attention",)) | RING),
+        pytest.param(
+            dict(context=2, tensor=2),
+            layout_of(0, 2, remat="named", remat_save=("attention",)) | RING,
+            marks=pytest.mark.slow,
+        ),
         (dict(data=2, context=2), layout_of(3, 1) | ULYSSES),
         pytest.param(dict(context=4), layout_of(1, 2) | RING, marks=pytest.mark.slow),
         pytest.param(dict(data=2, context=4), layout_of(2, 2) | RING, marks=pytest.mark.slow),

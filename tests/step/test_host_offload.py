@@ -289,7 +289,9 @@ def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
     assert_same_bits(got, plain((), zero_stage=0))
 
 
-@pytest.mark.parametrize(("saved_share", "resumed_share"), ((1.0, "none"), ("none", 1.0)))
+@pytest.mark.parametrize(
+    ("saved_share", "resumed_share"), (pytest.param(1.0, "none", marks=pytest.mark.slow), ("none", 1.0))
+)
 def test_a_checkpoint_does_not_know_what_was_offloaded(
     saved_share: Any, resumed_share: Any, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_offload_is_a_layout_in_every_combination(
     assert_same(axes, ALL if what == "both" else OffloadSpec(params=1.0), zero_stage=zero_stage, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offload", "remat"),
     [

@@ -23,6 +23,7 @@ def _described(cache: str, number: int) -> int:
     return sum(c.array_bytes for c in collectives(job_of(dict(data=8), zero_stage=3)))
 
 
+@pytest.mark.slow
 def test_processes_share_traces_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
     """Two at a time write the same files; a file that is cut short, empty or of another form is traced
     again.

@@ -110,6 +110,7 @@ def test_weights_go_on_with_other_data_where_that_is_said(folder: Path) -> None:
     assert "precision.compute_dtype: " in (folder / "run" / "config.txt").read_text()
 
 
+@pytest.mark.slow
 def test_another_precision_is_refused_and_said_where_it_is_allowed(folder: Path) -> None:
     """The refusal names the option; with it the change is printed, and kept in config.txt and in the next
     checkpoint.

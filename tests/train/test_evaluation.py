@@ -139,6 +139,7 @@ def test_a_run_reports_what_numpy_computes_from_all_logits(
     )
 
 
+@pytest.mark.slow
 def test_sets_alone_are_evaluated_without_a_split(tmp_path: Path) -> None:
     """With data.eval_fraction=0 the split's fields are null."""
     other = corpus(tmp_path / "other", 7, seed=1)

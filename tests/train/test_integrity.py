@@ -121,6 +121,7 @@ def test_a_state_without_a_checkpoint_is_no_way_on(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.glob("jtrain-run-*/*/*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_sums_of_states_that_are_never_read_are_dropped(tmp_path: Path) -> None:
     """States in local memory have sums until the next checkpoint; the run's identity lies beside those."""
     workdir, home = tmp_path / "local", tmp_path / "store"

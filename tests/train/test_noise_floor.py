@@ -134,6 +134,7 @@ def test_a_bad_number_that_comes_again_accuses_nobody(
         assert 1e-7 < measured(tmp_path)["loss_nats"] < 1e-3, "it moved, and by the noise"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_fault_that_does_not_come_again_is_hardware(noise: Noise, tmp_path: Path, size: float) -> None:
     """NaN in the first pass alone; and gradients of step 5 that are 100 times too large in it, seen when a
@@ -196,6 +197,7 @@ def test_a_first_pass_that_alone_is_finite_is_hardware(noise: Noise, tmp_path: P
     assert not files.steps(tmp_path / "checkpoints")
 
 
+@pytest.mark.slow
 def test_the_first_pass_leaves_no_trace(
     noise: Noise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ SCHEDULES = (
             for packing in ("concat", "best_fit")
         ),
         (SCHEDULES[2], "samples", "concat"),
-        (SCHEDULES[1], "rows", "concat"),
+        pytest.param(SCHEDULES[1], "rows", "concat", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -105,7 +105,9 @@ def test_two_processes_share_the_work_and_make_the_same_bytes(build: Build) -> N
 
 
 @pytest.mark.parametrize(
-    "machines", [("this", "this"), ("one", "other")], ids=["one-machine", "two-machines"]
+    "machines",
+    [pytest.param(("this", "this"), marks=pytest.mark.slow), ("one", "other")],
+    ids=["one-machine", "two-machines"],
 )
 @pytest.mark.parametrize(
     "first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["the-one-that-appends", "the-other"]

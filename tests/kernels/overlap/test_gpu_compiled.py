@@ -69,7 +69,7 @@ def compiled(
         # (56).
         (GATHER, (GATHER, SCATTER), 420 * MIB),
         # Partial sums (56 MiB), gathered dy (64).
-        (SCATTER, (SCATTER, GATHER), 320 * MIB),
+        pytest.param(SCATTER, (SCATTER, GATHER), 320 * MIB, marks=pytest.mark.slow),
     ),
 )
 def test_llama8b_layers_compile_for_eight_h200_forwards_and_backwards(

@@ -47,7 +47,7 @@ def over_devices(mixer: Mixer, split: RowSplit) -> Callable[..., tuple[jax.Array
 
 @pytest.mark.parametrize(
     ("mixer", "split"),
-    [(KDA, RowSplit(4)), (MAMBA2, RowSplit(4, "ulysses", "contiguous"))],
+    [pytest.param(KDA, RowSplit(4), marks=pytest.mark.slow), (MAMBA2, RowSplit(4, "ulysses", "contiguous"))],
     ids=str,
 )
 def test_split_rows_are_whole_rows(mixer: Mixer, split: RowSplit) -> None:

@@ -20,6 +20,7 @@ def committed() -> dict[str, bench.Row]:
     }
 
 
+@pytest.mark.slow
 def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -> None:
     """Arguments to the byte; each peak within 10 %, 5 % on average; waits within 25 % of those of the
     schedule.
