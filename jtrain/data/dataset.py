@@ -87,6 +87,7 @@ class TextDataset:
             for stream in self.streams
         )
         self.tokenizer = self.streams[0].tokenizer
+        # After all sources are open: the check is of all together, one source may be smaller than a row.
         self._check_size("training")
         if spec.eval_fraction:
             self._check_size("evaluation")
@@ -362,6 +363,7 @@ class TextDataset:
                 # A few at a time: reading ends with the first full row.
                 for start in range(0, len(records), 16):
                     chunks = stream.chunks_of(records[start : start + 16])
+                    # At most 256 chunks: one document may be as long as a corpus.
                     tokens += len(stream.read_chunks(Chunks(*(array[:256] for array in chunks))).ids)
                     if tokens >= self.spec.seq_len:
                         return
