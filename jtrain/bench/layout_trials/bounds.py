@@ -266,10 +266,12 @@ def _first_step_in_fewer_bits(setting: Setting, comparison: Comparison, run: Cou
     for path, history in run.scaling.items():
         on_one_device = to.one_device.scaling[path]
         bound = history_bound(setting, num_steps) * np.abs(on_one_device[:, :, :num_steps]) + 1e-30
+        # The newest entry is the first; behind those of the steps are those from before.
         is_equal = np.array_equal(history[:, :, num_steps:], on_one_device[:, :, num_steps:])
         comparison.equal(f"the history of {path} before the first step is as it was", is_equal, True)
         difference = np.abs(history - on_one_device)[:, :, :num_steps]
         if not (difference <= bound).all():
+            # What an ulp in the embeddings does to this on one device; asked for only here, as it compiles.
             moved = (run.scaling[path] for run in to.moved())
             spread = np.max([np.abs(m - on_one_device)[:, :, :num_steps] for m in moved], axis=0)
             bound = np.maximum(bound, 2 * spread)

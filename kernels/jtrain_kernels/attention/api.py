@@ -76,6 +76,7 @@ def attention(
     arrays = q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM
     settings: Any = dict(chunk=chunk, window=window, soft_cap=soft_cap, causal=True)
     if sink_N is not None:
+        # Sinks join a pass by its log-partition, so implementations without passes are refused here.
         return _attention(
             passes_for(*arrays, **settings), Mask(True, window, soft_cap), chunk, *arrays, sink_N
         )
@@ -137,6 +138,7 @@ def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[
 
 def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     result = passes.forward(*arrays[:5], mask=mask, chunk=chunk)
+    # No sinks or one array of them.
     for sink_N in arrays[5:]:
         result = with_sink(*result, sink_N)
     # Named outside of the implementations, so that a remat policy saves the results of any of them.
@@ -149,6 +151,7 @@ def _vjp_backward(
 ) -> tuple[Array | None, ...]:
     *_, y_BLNP, lse_BNL = saved
     dq, dk, dv = passes.backward(*saved[:5], y_BLNP, lse_BNL, dy_BLNP, mask=mask, chunk=chunk)
+    # Between the five arrays and the two results of the forward pass.
     dsinks = [sink_gradient(y_BLNP, lse_BNL, dy_BLNP, sink_N) for sink_N in saved[5:-2]]
     q_BLNH, k_BMKH, v_BMKP = saved[:3]
     # Passes may return other dtypes; gradients must have those of the arrays.
