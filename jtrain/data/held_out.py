@@ -210,6 +210,7 @@ class HeldOutSet:
             )
             samples = [np.empty(0, np.int64)]
             for records in stream.held_out_records():
+                # Some at a time: their lengths, by which the sample ends, may have to be read.
                 while len(records) and (documents > 0 or rows > 0):
                     sample, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
                     # Sorted: neighbours in a Parquet file are decoded together.

@@ -230,6 +230,7 @@ class Source:
         Raises:
           UserError: the template cannot be read.
         """
+        # Spans are given by number, and need no template.
         if (mask := self.mask) is None or mask.setting == "mask_field":
             return mask
         template = load_template(

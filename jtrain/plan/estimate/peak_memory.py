@@ -238,6 +238,7 @@ class _Step:
         kernel = model.d_model * columns
         loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
+            # Logits and their exponentials in float32, their gradient in the compute dtype.
             loss += chunk * columns * (2 * _F32 + self.compute)
             loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
         else:
@@ -308,6 +309,7 @@ class _Step:
             gathered = self.param * self._elements(gathered_params, lambda p: p.param)
             if spec.zero_stage == 1:
                 gradients += shards
+            # First all gradients, later their shards with the gathered parameters: the larger moment counts.
             if shards + gathered > gradients:
                 gradients, weights = shards, gathered
         streams = any(spec.offload.share(name) > 0 for name in ("optimizer", "gradients")) or (

@@ -138,6 +138,7 @@ def point_of(
 def fewest_devices(model: Transformer, device: str) -> int:
     """The smallest power of two of devices that train a model with ZeRO-3 and full remat."""
     hbm_bytes = make_machine(device, 1).hbm_bytes
+    # Up to 8,192 devices.
     for k in range(14):
         # ZeRO-3 splits the model's dimension evenly, so larger powers fail too.
         if model.d_model % 2**k:
