@@ -304,6 +304,7 @@ def open_sets(
         tokenizer = source.tokenizer or spec.tokenizer
         chunk_tokens, row_tokens = spec.cut_of(has_samples=has_samples)
         setup = dataclasses.replace(
+            # For what sources share: the seed, the caches, and what a bad record does.
             setups[0],
             name=field,
             source=source,

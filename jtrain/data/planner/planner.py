@@ -257,6 +257,7 @@ class Planner:
         spec = self.spec
         # Nothing before the cursors is asked for again, so lengths are held for the look-ahead alone.
         self._buffers.forget(state.cursors)
+        # Units are samples here: the mean sample so far, by which the first look-up of lengths is sized.
         mean_tokens = (
             int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
         )

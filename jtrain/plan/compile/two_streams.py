@@ -94,6 +94,7 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
     both_ways = device.link_bytes_per_s / (device.torus_dims or 1)
     return Rates(
         flops_16=MATMUL * flops,
+        # Without 8-bit units such matmuls run as 16-bit ones.
         flops_8=MATMUL * (device.peak_fp8_flops or flops),
         flops_32=MATMUL * (matmul_rate(device, "float32") or flops),
         memory=MEMORY * memory,

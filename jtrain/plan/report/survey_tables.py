@@ -162,6 +162,7 @@ def _shapes() -> Iterator[dict[str, Any]]:
     for width in range(512, 30_720, 512):
         next_width = width + 512
         # As deep as the next width's shallowest model is large, so that sizes leave no gap.
+        # Size goes with layers * width^2, so the next width's shallowest model has next_width^3 / 128.
         first, last = width // 128, max(width // 128, next_width**3 // width**2 // 128)
         for layers in range(first, last + 1):
             yield dict(

@@ -70,6 +70,7 @@ def page_of(breakdown: Breakdown) -> Page:
     return Page(
         title,
         sections,
+        # Not capitalize(), which would write the device's name in small letters.
         heading=title[0].upper() + title[1:],
         introduction=[figures.headline(breakdown)],
         tiles=_tiles(breakdown, facts),

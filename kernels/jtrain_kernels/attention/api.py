@@ -130,6 +130,7 @@ def _in_scope(scope: str, run_pass: Callable[..., Any], *arrays: Array, mask: Ma
         return run_pass(*arrays, mask=mask, chunk=chunk)
 
 
+# Arguments 0 to 2 are no arrays: passes, mask, chunk.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[Array, "B L N P"]:
     """Attention of `arrays`: those that `Passes.forward` takes, and last the sinks if there are any."""
@@ -137,6 +138,7 @@ def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[
 
 
 def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    # q, k, v and both segments; sinks are the sixth array.
     result = passes.forward(*arrays[:5], mask=mask, chunk=chunk)
     # No sinks or one array of them.
     for sink_N in arrays[5:]:

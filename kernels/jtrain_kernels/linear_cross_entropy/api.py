@@ -140,6 +140,7 @@ def _chunked(
     # [B, n, positions of a device] -> [B, positions, n]: row t has the targets of the n devices' t-th tokens.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
     target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
+    # [Z, c, n] -> [Z, n, c] -> [Z, C]: the chunk's tokens of device 0 first, as gathered.
     return x_ZcD, target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
 
 
@@ -211,6 +212,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
+# Arguments 3 to 5 are no arrays: z_loss, soft_cap, vocab.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _loss(
     x_ZcD: Array,
@@ -300,6 +302,7 @@ def _backward(
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
+    # None: targets are integers.
     return scaled(dx_ZcD), scaled(dkernel_DW), None
 
 
