@@ -1,7 +1,7 @@
 """A checkpoint that is written chunk by chunk, by one process or several, and goes on after a kill.
 
-Leaves without chunks are zeros: in zarr, a chunk without a file holds the fill value. So the first state of an
-optimizer takes no memory and no disk.
+Leaves without chunks are zeros: in zarr, a chunk without a file holds the fill value. So the first state of
+an optimizer takes no memory and no disk.
 """
 
 import contextlib

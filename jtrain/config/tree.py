@@ -331,8 +331,8 @@ def _component_kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
-    """Returns the components of a `dict[str, Component]` field, and those of a `tuple[Component, ...]` by their
-    places in it; None for every other field.
+    """Returns the components of a `dict[str, Component]` field, and those of a `tuple[Component, ...]` by
+    their places in it; None for every other field.
     """
     if _component_kinds(annotation) and isinstance(value, tuple):
         return {str(index): item for index, item in enumerate(value)}

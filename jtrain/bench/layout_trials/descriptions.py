@@ -179,7 +179,7 @@ MAX_LAYERS = 8
 
 @functools.cache
 def choices_of(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Fields of a component and their values; a block may have every mixer and feed-forward layer, or none."""
+    """Fields of a component and their values; a block may have any mixer and feed-forward layer, or none."""
     if kind is not BlockSpec:
         return CHOICES[kind]
     mixers = (mixer for mixer in CHOICES if issubclass(mixer, MixerSpec))

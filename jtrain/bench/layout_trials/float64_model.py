@@ -42,8 +42,8 @@ class Model:
     """Settings of a model that its arrays do not show.
 
     first, pattern, last: descriptions of layers; the pattern's arrays are stacked, one entry per repetition.
-    layers: function of (spec, weights, x, position, segment) for mixers and dense layers that this file has no
-      formula of.
+    layers: function of (spec, weights, x, position, segment) for mixers and dense layers that this file has
+      no formula of.
     """
 
     first: tuple[Any, ...]

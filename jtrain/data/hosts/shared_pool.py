@@ -200,7 +200,7 @@ class SharedPool:
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a question with the next `_flush`; handles it here if this host stands in for the receiver."""
+        """Sends a question with the next `_flush`, or handles it if this host stands in for the receiver."""
         if host == self._this_host or host in self._replaced:
             self._handle(self._this_host, message)
         else:

@@ -219,8 +219,8 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # the larger primes below.
         labels = {letter: next(smallest_primes) for letter in ("xc" if layout_class.few else "c")}
         fixed_factors *= math.prod(labels.values())
-    # An exchange in one piece takes few tokens, one in several takes many. JAX counts the devices of a mesh in
-    # 32 bits, so their labels are small.
+    # An exchange in one piece takes few tokens, one in several takes many. JAX counts the devices of a mesh
+    # in 32 bits, so their labels are small.
     first_prime = 5 if layout_class.pieces == 1 else 11
     small_primes, large_primes = (
         (n for n in range(first, 10_000) if _is_prime(n) and fixed_factors % n)

@@ -1,7 +1,7 @@
 """Arrays that a layer saves for its backward pass, read off the jaxpr of a layer that saves its input alone.
 
-`jax.checkpoint` computes in the backward pass again what the forward pass could have saved. So the values that
-such a backward pass computes again, and reads, are those that a layer saves without it.
+`jax.checkpoint` computes in the backward pass again what the forward pass could have saved. So the values
+that such a backward pass computes again, and reads, are those that a layer saves without it.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Products, collectives, memory and passes over it of a train step, read off abstract traces of its own functions.
+"""Products, collectives and memory traffic of a train step, read off abstract traces of its own functions.
 
 Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
 of the class: over depth, devices and batch, in a fraction of a millisecond.

@@ -90,7 +90,7 @@ def passes_for(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Passes:
-    """Passes of the implementation that the registry selects for these shapes, to combine blocks, or with sinks.
+    """Passes of the implementation selected for these shapes, to combine blocks, or with sinks.
 
     Args:
       shapes: q_BLNH, k_BMKH, v_BMKP, segment_BL and segment_BM, or their shapes.
