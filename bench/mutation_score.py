@@ -271,8 +271,10 @@ def sample(trials: int, seed: int) -> list[Mutation]:
         for changes in by_kind.values():
             # One generator for all packages: the sample depends on the seed and the tree alone.
             rng.shuffle(changes)
+        # One of each kind in turn, so that frequent kinds do not fill the sample.
         rounds = itertools.zip_longest(*by_kind.values())
         by_package.append([change for turn in rounds for change in turn if change is not None])
+    # Trial K is in package K modulo their number: any share of the trials is spread over all packages.
     return [by_package[trial % len(PACKAGES)][trial // len(PACKAGES)] for trial in range(trials)]
 
 

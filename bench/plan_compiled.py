@@ -154,6 +154,7 @@ def _error(planned: float, actual: float) -> float:
 
 def program_run(program: PlannedProgram) -> Run:
     """The config of a program with its settings, on 8 devices where it does not say how many."""
+    # No setting here has a space in it.
     config = load_config(program.config, (), program.sets.split())
     for_devices(config, 8)
     return build_run(config)

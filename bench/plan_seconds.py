@@ -125,6 +125,7 @@ def planned_job(step: Published) -> Job:
     layout = make_layout(spec, mesh, model.param_infos(), precision=PrecisionSpec(**step.precision))
     # Host memory is not what limits these steps: 2 TB hold any offloaded state.
     machine = make_machine(step.device, mesh.size, host_memory_bytes=2 * 10**12)
+    # The learning rate changes no seconds.
     return Job(model, layout, AdamW(peak_lr=1e-4, **rounding), *step.batch, machine)
 
 

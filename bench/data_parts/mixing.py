@@ -145,7 +145,7 @@ def rows_of(turns: dict[str, Turns], location: str) -> Iterator[Row]:
 def open_readers(
     stack: ExitStack, python: str | None, num_sources: int, corpus: MadeUpCorpus
 ) -> dict[str, Turns]:
-    """Returns all readers by name, open until the stack ends, on one core; without `python`, no foreign ones."""
+    """Returns all readers by name, open until the stack ends, on one core; foreign ones with `python`."""
 
     def folder(format: Format) -> object:
         return files.sources(format, num_sources=num_sources, corpus=corpus, peer=python)

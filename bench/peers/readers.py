@@ -112,6 +112,7 @@ def _pack_rows(documents: Iterator[Any], rows: int, seq_len: int) -> Batches:
                 target[end - 1] = -1
                 position[start:end] = count[: end - start]
                 segment[start:end] = number
+                # What does not fit goes on in the next row, as a segment of its own.
                 remaining = remaining[end - start :] if end - start < len(remaining) else next(documents)
                 start = end
         yield tokens, targets

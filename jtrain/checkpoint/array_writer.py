@@ -167,7 +167,7 @@ def write_arrays(
 
 
 def descriptions(leaves: list[DescribedLeaf], *, has_zeros: bool = False) -> Iterator[tuple[str, memoryview]]:
-    """Yields path and contents of the files beside the chunks; `has_zeros` as in `array_files.orbax_lists`."""
+    """Yields path and contents of files beside the chunks; `has_zeros` as in `array_files.orbax_lists`."""
     for leaf in leaves:
         yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)
     if leaves:

@@ -46,7 +46,7 @@ class CheckpointError(UserError):
 
 
 class CheckpointAwayError(CheckpointError, AwayError):
-    """Raised if a checkpoint cannot be written because the disk is full, or a disk or store does not answer."""
+    """Raised if a checkpoint cannot be written: the disk is full, or a disk or store does not answer."""
 
 
 class OtherVersionError(CheckpointError):

@@ -1,7 +1,7 @@
 """A checkpoint that is written chunk by chunk, by one process or several, and goes on after a kill.
 
-Leaves without chunks are zeros: in zarr, a chunk without a file holds the fill value. So the first state of an
-optimizer takes no memory and no disk.
+Leaves without chunks are zeros: in zarr, a chunk without a file holds the fill value. So the first state of
+an optimizer takes no memory and no disk.
 """
 
 import contextlib
@@ -45,6 +45,7 @@ def chunks_of(leaf: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterat
     """Yields the files of a leaf, in the order of its memory."""
     chunk = array_files.chunk_shape(shape, dtype.itemsize)
     for stored in array_files.chunks(shape, (0,) * len(shape), dtype.itemsize):
+        # A chunk is named `c.0.2`: its number along each dimension.
         index = [int(number) for number in stored.name.split(".")[1:]]
         start = tuple(number * size for number, size in zip(index, chunk, strict=True))
         yield StreamedChunk(f"{files.STATE}/{leaf}/{stored.name}", start, chunk, dtype)
@@ -81,6 +82,7 @@ class StreamedCheckpoint:
                 with contextlib.suppress(ValueError):
                     name, size, digest, note = json.loads(line)
                     file = self._path / name
+                    # A later attempt may have been killed while it wrote the file anew.
                     if file.is_file() and file.stat().st_size == size:
                         self._written[name], self.notes[name] = (size, digest), note
 
@@ -95,9 +97,11 @@ class StreamedCheckpoint:
         # What a kill has left of it.
         path.unlink(missing_ok=True)
         if not hasattr(self._local, "disk"):
+            # One for each thread: it has one block of memory for copies.
             self._local.disk = HashedIO()
         data = memoryview(content.reshape(-1).view(np.uint8))
         digest, _ = self._local.disk.write(path, data)
+        # Any descriptor will do: fsync writes what the kernel holds of the file, whoever wrote it.
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         with self._lock, open(self._journal, "a") as journal:
@@ -110,6 +114,7 @@ class StreamedCheckpoint:
         """Holds off the other processes: one of them commits, after which the folder is not there."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(FileNotFoundError):
+                # Without a folder another process has committed: there is nothing left to hold off.
                 fcntl.flock(stack.enter_context(open(self._workdir / "lock", "w")), fcntl.LOCK_EX)
             yield
 
@@ -127,6 +132,7 @@ class StreamedCheckpoint:
                 part = tuple(slice(a, a + b) for a, b in zip(chunk.start, chunk.shape, strict=True))
                 self.write(chunk, np.ascontiguousarray(array[part]))
         leaves = array_files.leaves(state)
+        # `state/LEAF/CHUNK`: a leaf without any chunk is zeros, and takes no bytes.
         stored = {name.split("/")[1] for name in self._written}
         leaves = {
             name: leaf if name in stored else dataclasses.replace(leaf, bytes=0)
@@ -140,6 +146,7 @@ class StreamedCheckpoint:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             hashes[name], _ = disk.write(path, content)
+        # Before `seal`, whose file says that everything else is on the disk.
         atomic_io.sync_all([self._path / name for name, _ in small], [])
         files.seal(
             self._path,

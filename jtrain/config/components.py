@@ -18,7 +18,7 @@ CODE = "code."
 
 
 def kinds_of(annotation: Any) -> list[type]:
-    """Classes of components that an annotation allows: the members of a union, or the one class that it is."""
+    """Classes of components that an annotation allows: the members of a union, or the one that it is."""
     kinds = typing.get_args(annotation) or (annotation,)
     return [kind for kind in kinds if isinstance(kind, type) and kind.__module__ not in ("builtins", "types")]
 

@@ -36,8 +36,8 @@ NO_VALUE = object()
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Converts int to float and list to tuple as `annotation` needs; returns `NO_VALUE` for a value of another
-    type.
+    """Converts int to float and list to tuple as `annotation` needs; returns `NO_VALUE` for a value of
+    another type.
     """
     annotation = resolve_alias(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

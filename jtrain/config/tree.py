@@ -133,6 +133,7 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
         if isinstance(owner, tuple):
+            # Components of a tuple are named by their number, as in `model.pattern.0.mixer`.
             owner = {str(index): item for index, item in enumerate(owner)}
         if isinstance(owner, dict):
             above = ".".join(parents[:depth])
@@ -286,6 +287,7 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
                 setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
         elif _component_kinds(annotation) and path not in values:
             (kind,) = _component_kinds(annotation)
+            # Counted and not sorted: as text, "10" would come before "2".
             indices = {p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")}
             items = (_read(kind, values, f"{path}.{index}.") for index in range(len(indices)))
             setattr(config, name, tuple(items))
@@ -329,8 +331,8 @@ def _component_kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
-    """Returns the components of a `dict[str, Component]` field, and those of a `tuple[Component, ...]` by their
-    places in it; None for every other field.
+    """Returns the components of a `dict[str, Component]` field, and those of a `tuple[Component, ...]` by
+    their places in it; None for every other field.
     """
     if _component_kinds(annotation) and isinstance(value, tuple):
         return {str(index): item for index, item in enumerate(value)}

@@ -87,6 +87,7 @@ class TextDataset:
             for stream in self.streams
         )
         self.tokenizer = self.streams[0].tokenizer
+        # After all sources are open: the check is of all together, one source may be smaller than a row.
         self._check_size("training")
         if spec.eval_fraction:
             self._check_size("evaluation")
@@ -114,6 +115,7 @@ class TextDataset:
         shares = self._schedule().weights(0, self.names)
         lines = []
         for name, stream, share in zip(self.names, self.streams, shares.tolist(), strict=True):
+            # The one source of data.path has a name that no user gave it.
             head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
             documents = "documents" if stream.num_documents is None else f"{stream.num_documents:,} documents"
             lines.append(
@@ -291,6 +293,7 @@ class TextDataset:
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,
+            # Not chunks times epochs: epochs get longer where files join.
             ends=None
             if (epochs := spec.epochs) is None
             else tuple(stream.order.numbers.first_of(epochs) for stream in self.streams),
@@ -362,6 +365,7 @@ class TextDataset:
                 # A few at a time: reading ends with the first full row.
                 for start in range(0, len(records), 16):
                     chunks = stream.chunks_of(records[start : start + 16])
+                    # At most 256 chunks: one document may be as long as a corpus.
                     tokens += len(stream.read_chunks(Chunks(*(array[:256] for array in chunks))).ids)
                     if tokens >= self.spec.seq_len:
                         return

@@ -210,6 +210,7 @@ class HeldOutSet:
             )
             samples = [np.empty(0, np.int64)]
             for records in stream.held_out_records():
+                # Some at a time: their lengths, by which the sample ends, may have to be read.
                 while len(records) and (documents > 0 or rows > 0):
                     sample, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
                     # Sorted: neighbours in a Parquet file are decoded together.
@@ -303,6 +304,7 @@ def open_sets(
         tokenizer = source.tokenizer or spec.tokenizer
         chunk_tokens, row_tokens = spec.cut_of(has_samples=has_samples)
         setup = dataclasses.replace(
+            # For what sources share: the seed, the caches, and what a bad record does.
             setups[0],
             name=field,
             source=source,

@@ -124,8 +124,10 @@ def pieces_of_sample(length: int, runs: Int[np.ndarray, "runs 2"], row_tokens: i
       runs: runs of its tokens that are not learned, ascending.
     """
     # Adjacent runs are one prompt: the parts of a text are tokenised one by one.
+    # Cut to the number of runs, as there may be none.
     begins_prompt = np.append(True, runs[1:, 0] > runs[:-1, 1])[: len(runs)]
     prompts = runs[begins_prompt, 0].tolist()
+    # The last run of a prompt is the one before the next prompt's first.
     prompt_ends = runs[np.append(begins_prompt[1:], True)[: len(runs)], 1].tolist()
     turns = list(zip(prompts, prompt_ends, [*prompts, length][1:], strict=True)) if prompts else []
     head = prompts[0] if prompts else length

@@ -96,6 +96,7 @@ class PackedText:
     shuffle_window_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
+        # seq_len 2: a row of one token has no target.
         minimum_of = {"seq_len": 2, "global_batch": 1, "text_piece_bytes": 16, "eval_batches": 1, "epochs": 1}
         minimum_of |= {"max_loaders": 1, "shadows": 0, "lookahead_steps": 1, "shuffle_window_bytes": 1 << 16}
         for field, minimum in minimum_of.items():

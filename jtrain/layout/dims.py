@@ -99,8 +99,8 @@ class ParamInfo:
 
     @property
     def is_matrix(self) -> bool:
-        """True for what multiplies as a matrix; False for norm scales and biases, also where each head has its
-        own, and for the taps of a convolution, which multiply each channel by itself.
+        """True for what multiplies as a matrix; False for norm scales and biases, also where each head has
+        its own, and for the taps of a convolution, which multiply each channel by itself.
         """
         per_channel = "W" in self.dims or self.mean != 0
         return self.init == "normal" and len(self.dims.removeprefix("Y")) > 1 and not per_channel

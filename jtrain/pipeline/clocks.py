@@ -115,6 +115,7 @@ def _in_flight(spans: tuple[Span, ...]) -> tuple[tuple[float, int], ...]:
     for span in spans:
         if span.op.kind == "F":
             changes[span.start] += 1
+        # Not at an I: until its W, the stash is kept.
         elif span.op.kind in "WB":
             changes[span.end] -= 1
     steps: list[tuple[float, int]] = []
@@ -165,6 +166,7 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
     stages = ticks.schedule.stages
     ends: list[float] = [0.0] * stages
     spans: list[list[Span]] = [[] for _ in range(stages)]
+    # A single stage has no neighbour to wait for.
     message = costs.message if stages > 1 else 0.0
     for number, row in enumerate(ticks.ops):
         # In the first tick nothing has to arrive.

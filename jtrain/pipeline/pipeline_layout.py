@@ -99,6 +99,7 @@ class PipelineLayout:
         for worker in self.virtual:
             for virtual in worker:
                 first, count = self.layers_of(virtual)
+                # `count` is k or k - 1: at most the last place of a chunk is empty.
                 layer_of_place += [first + i if i < count else IDENTITY for i in range(k)]
         return tuple(layer_of_place)
 

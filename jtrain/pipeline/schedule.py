@@ -179,6 +179,7 @@ class PipelineSchedule:
         # Virtual stage 0 needs none: what its F would need is in no schedule and is filtered by `needs`.
         if kind == "F":
             return (StageOp("F", stage - 1, microbatch),)
+        # The next virtual stage has one of the two: `needs` drops the other.
         next_backward = (StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch))
         return (StageOp("F", stage, microbatch), *next_backward)
 

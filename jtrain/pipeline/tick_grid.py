@@ -274,6 +274,7 @@ def _aligned(streams: _Streams) -> OpNumbers:
     weights = streams.pad_rows(streams.of_kind(WEIGHT))[:, :-1]
     exists = weights != streams.never
     # Two entries for `never` and `always`, as in `first`.
+    # The I that each W needs: a W may follow it in the same tick.
     ready_tick = np.append(_tick_of_ops(grid, streams.size), [NONE, NONE])[streams.first[weights]]
     order = np.arange(weights.shape[1])
     # W number k is after number k - 1, and not before the last I that it needs.
@@ -282,5 +283,6 @@ def _aligned(streams: _Streams) -> OpNumbers:
     num_added = max(0, int(weight_tick.max(initial=NONE)) + 1 - len(grid))
     grid = np.concatenate([grid, np.full((num_added, *grid.shape[1:]), NONE)])
     worker, k = np.nonzero(exists)
+    # Streams count over all kinds, a grid within its kind.
     grid[weight_tick[k], worker, WEIGHT] = weights[exists] - WEIGHT * streams.size
     return grid

@@ -237,6 +237,7 @@ def _assign(schedule: PipelineSchedule, lives: Lives) -> _Slots:
 def _of_kind(grid: TickGrid, kind: int) -> tuple[OpNumbers, OpNumbers, OpNumbers, OpNumbers]:
     """Tick, worker, virtual stage and microbatch of all operations of one kind."""
     tick, worker = np.nonzero(grid.numbers[:, :, kind] != NONE)
+    # Numbered as in `Ticks._ops`: stage * microbatches + microbatch.
     stage, microbatch = np.divmod(grid.numbers[tick, worker, kind], grid.schedule.microbatches)
     return tick, worker, stage, microbatch
 
@@ -271,6 +272,7 @@ def _fill_backward(
     """Writes backward passes, gradients of embeddings and what arrives of cotangents."""
     schedule = grid.schedule
     tick, worker, stage, microbatch = _of_kind(grid, BACKWARD)
+    # Each round of `stages` virtual stages gives every worker one chunk, in either placement.
     table[tick, worker, Field.BACKWARD_CHUNK] = stage // schedule.stages
     table[tick, worker, Field.BACKWARD_MICROBATCH] = microbatch
     table[tick, worker, Field.BACKWARD_INPUT] = inputs[stage, microbatch]
@@ -284,5 +286,6 @@ def _fill_backward(
     for source in range(1, schedule.virtual_stages):
         hop, is_source = schedule.cotangent_hop(source), stage == source
         assert hop is not None
+        # At the end of this tick too (step 7): dx becomes the cotangent of virtual stage source - 1.
         arriving_slots = cotangents[source - 1, microbatch[is_source]]
         table[tick[is_source], schedule.worker(source - 1), arriving_cotangent(hop)] = arriving_slots

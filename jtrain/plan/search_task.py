@@ -1,4 +1,4 @@
-"""One candidate of a layout search: the task, and the memory and step time of a layout by the closed forms."""
+"""One candidate of a layout search: the task, and a layout's memory and step time by the closed forms."""
 
 import dataclasses
 import functools

@@ -89,7 +89,7 @@ _AWAY = {
 
 
 def tells_away(text: str) -> bool:
-    """True if the text of an error, as of a process elsewhere or of TensorStore, tells what `is_away` tests."""
+    """True if an error's text, as of a process elsewhere or of TensorStore, tells what `is_away` tests."""
     return any(os.strerror(code) in text for code in _AWAY)
 
 

@@ -113,7 +113,7 @@ class Rival:
             # and our own, since a file server's may be wrong.
             if self._watch.silent_s >= WATCH_S and self._store.age_s(entry) >= STALE_S:
                 return False
-            # A record from the future, after the server's clock was set back, would count as fresh until then.
+            # A record from the future, as the server's clock was set back, would count as fresh until then.
             # Twice the time, as NFS may show an old record for a minute.
             if self._watch.silent_s >= 2 * STALE_S:
                 return False
@@ -268,7 +268,7 @@ class Lease:
         """
         if confirm and self._is_closed:
             raise OSError("the lease has been given back")
-        # A rival takes over after STALE_S without a write: within a quarter of it, the store need not be asked.
+        # A rival takes over after STALE_S without a write: within a quarter of it the store is not asked.
         # Counted from the last try: where the thread that beats asks in vain, a step must not wait as well.
         if self.is_held and (confirm or time.monotonic() - self._tried_s > STALE_S / 4):
             self.beat()

@@ -266,14 +266,14 @@ class ObjectStore:
 
     def _rewrite(self, own: Entry, new: Entry) -> Entry | None:
         entry = self._replace(own, new)
-        # A write of ours whose answer was lost, or somebody removed the object. By the holder, not the number:
+        # Our write succeeded without an answer, or somebody removed the object. By the holder, not the number:
         # numbers begin anew in an object that was removed.
         if entry is None and ((newest := self.read()).content is None or newest.holder == own.holder):
             entry = self._replace(newest, new)
         return entry
 
     def _replace(self, old: Entry, new: Entry) -> Entry | None:
-        """Writes `new` in the place of `old`; returns it with its version, None if `old` is not the newest."""
+        """Writes `new` in place of `old`; returns it with its version, None if `old` is not the newest."""
         assert isinstance(old.version, bytes)
         assert new.content is not None
         self._writes += 1

@@ -2,8 +2,8 @@
 
 A value is a secret by its field's name (`api_key`, `hub_token`, `alerts.webhook`), or by itself: a URL with
 `user:password@`, with a signature or token in its query, of a webhook, or with a part of its path that looks
-drawn at random; an argument of a call, as in `make(api_key="...")`. Only the secret part becomes `***`, so that
-two texts can still be compared: a renewed signature is not another run.
+drawn at random; an argument of a call, as in `make(api_key="...")`. Only the secret part becomes `***`, so
+that two texts can still be compared: a renewed signature is not another run.
 """
 
 import re

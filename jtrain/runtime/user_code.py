@@ -69,8 +69,8 @@ def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.Mo
 
 
 def load_class(setting: str, name: str) -> type:
-    """Returns the class that a setting names; one of a file that was loaded already, and has not changed, is the
-    same class again.
+    """Returns the class that a setting names; one of a file that was loaded already, and has not changed, is
+    the same class again.
 
     Args:
       setting, name: as in `load_function`.

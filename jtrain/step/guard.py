@@ -40,9 +40,10 @@ and MAD alone flag 6 of 852 steps of a healthy run of `tiny`, up to 4.3 medians 
 deviations (bench/NOTES.md). Clipping handles those; 10 times the median is bad."""
 
 LEAST_MEDIAN = (1.0, 0.0)
-"""Medians below which the floors of loss, in nats, and gradient norm do not fall. Losses of memorised text lie
-near 0.002, and an ordinary batch of it at 0.047: shares of such a median flag good updates. Gradients scale
-with the loss there, so the spread of the norm is at least the same share of its median as that of the loss."""
+"""Medians below which the floors of loss, in nats, and gradient norm do not fall. Losses of memorised text
+lie near 0.002, and an ordinary batch of it at 0.047: shares of such a median flag good updates. Gradients
+scale with the loss there, so the spread of the norm is at least the same share of its median as that of the
+loss."""
 
 LEFT_OUT = 32
 """Steps whose batch can be left out ahead of time."""

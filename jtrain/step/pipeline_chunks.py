@@ -245,6 +245,7 @@ class StageChunks:
     def _no_losses(self) -> RouterLosses | None:
         if self.router is None:
             return None
+        # Each layer begins at zero: only the gradients of these sums are used (`_router_cotangents`).
         return RouterLosses(*jnp.zeros((2,)), load=None if self.router.load is None else jnp.zeros(()))
 
     def _weights_at(self, row: Array | int) -> Params:
@@ -272,6 +273,7 @@ class StageChunks:
         return self.layer((x_BLD, self._no_losses()), split("", weights), shared)
 
     def _row(self, chunk_pass: ChunkPass, index: Array) -> Array:
+        # Layers of a worker lie chunk by chunk, k places each.
         return chunk_pass.chunk * self.per_chunk + index
 
     def _taps(self) -> dict[str, Any]:
@@ -290,6 +292,7 @@ def _parts(weights: dict[str, Any]) -> Gradients:
 
     def trained(leaf: Any) -> Any:
         inner = leaf.value if isinstance(leaf, ops.Fp8Kernel) else leaf
+        # Of a weight that the forward pass reads elsewhere, the array that JAX differentiates.
         return inner.trained if isinstance(inner, Detached) else inner
 
     probes = {path: leaf.seen_3 for path, leaf in weights.items() if isinstance(leaf, ops.Fp8Kernel)}

@@ -139,8 +139,8 @@ class EndLayers:
     """Layers before and after those that stages share: `model.first`, and an unfinished last period.
 
     Every stage computes them in the ticks of embedding and loss, in which all stages meet anyway, on the same
-    numbers or on zeros. Only one stage has cotangents, so gradients are those of one device after the sum over
-    `stage`. Their forward pass is computed again for the gradient.
+    numbers or on zeros. Only one stage has cotangents, so gradients are those of one device after the sum
+    over `stage`. Their forward pass is computed again for the gradient.
     """
 
     ends: Ends

@@ -177,6 +177,7 @@ class Worker:
     def _rows(self) -> Int[Array, "T F"]:
         """This worker's part of the table."""
         stage = jax.lax.axis_index("stage")
+        # By the axis index: all workers run one program, and only this look-up tells them apart.
         return jax.lax.dynamic_index_in_dim(jnp.asarray(self.ticks.table), stage, axis=1, keepdims=False)
 
     def _tick(
@@ -233,6 +234,7 @@ class Worker:
             )
 
         def idle(layer_slots: LayerSlots) -> tuple[Array, LayerSlots]:
+            # Sent on all the same, as every worker takes part in a permute; the table has nobody store it.
             return jnp.zeros(inputs.shape[1:], inputs.dtype), layer_slots
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
@@ -279,6 +281,7 @@ class Worker:
             cotangents = store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(end_grads, grads), nats + nats_part
 
+        # The column is the same on all workers: the loss sums over `stage`.
         return jax.lax.cond(
             row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda head_sums: head_sums, head_sums
         )

@@ -59,6 +59,7 @@ class Hosts:
         self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
         self._last_tell_s = 0.0
         self._watches = {number: Watch() for number in range(processes) if number != process}
+        # A supervisor that starts late takes part in the round that is under way.
         self.round = self._read_round().number
 
     @property
@@ -120,7 +121,10 @@ class Hosts:
         with contextlib.suppress(OSError):
             self._agreement.tell("ended-before", str(self.round))
         self._agreement.collect(
-            "ended-before", seconds=timeout_s, counts=lambda text: int(text) >= self.round
+            # At least: another host may be a round ahead.
+            "ended-before",
+            seconds=timeout_s,
+            counts=lambda text: int(text) >= self.round,
         )
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ class Restarts:
         These count as no failures: nothing of the run has failed.
         """
         if not self._away_failures:
+            # The hour begins with the first failure in a row.
             self._away_since_s = now_s
         self._away_failures += 1
         if now_s - self._away_since_s > AWAY_S:

@@ -258,6 +258,7 @@ class _Webhook:
                 self._backoff,
                 passes=_is_temporary,
                 tell=lambda error, *_: self._warn(error),
+                # An event in place of sleep, so that `close` ends the pause.
                 wait=self._closing.wait,
             )
         except _POST_ERRORS as error:

@@ -306,8 +306,8 @@ def grouped_matmul_s(
 
 
 def delta_rule_flops(avals: Avals) -> float:
-    """Matmul FLOPs of the forward pass in chunks of C: per token and value head 2 C (2 P + H) for products with
-    chunks of tokens and 2 / 3 C^2 for the inverse, 6 H P with the state, and 4 C H for the scores.
+    """Matmul FLOPs of the forward pass in chunks of C: per token and value head 2 C (2 P + H) for products
+    with chunks of tokens and 2 / 3 C^2 for the inverse, 6 H P with the state, and 4 C H for the scores.
 
     Scores are those of key heads, or of value heads with a decay per channel, where the upper half is left
     out.
@@ -333,8 +333,8 @@ def delta_rule_s(device: DeviceSpec, avals: Avals) -> float | None:
 
 
 def mamba2_flops(avals: Avals) -> float:
-    """Matmul FLOPs of the forward pass in chunks of C: 2 C S per token and group for the scores; 2 C P and, with
-    the state, 4 S P per token and head.
+    """Matmul FLOPs of the forward pass in chunks of C: 2 C S per token and group for the scores; 2 C P and,
+    with the state, 4 S P per token and head.
     """
     x, b, chunk = array(avals, "x_BLNP"), array(avals, "b_BLKS"), avals["chunk"]
     assert isinstance(chunk, int)

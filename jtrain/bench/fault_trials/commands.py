@@ -26,6 +26,7 @@ def kill_evaluation(trial: Trial) -> None:
     """Between the line of a step that evaluates and the line of its evaluation."""
     attempt = trial.start()
     step = trial.draw_step(2)
+    # The next step that evaluates, as it is every second one.
     step += step % EVALUATE_EVERY
     attempt.until(lambda: trial.workdir.last_step() >= step)
     if _is_evaluated(trial, step):
@@ -35,6 +36,7 @@ def kill_evaluation(trial: Trial) -> None:
 
 def _is_evaluated(trial: Trial, step: int) -> bool:
     lines = metrics.read(trial.workdir.metrics_file)
+    # The line of an evaluation has its step, and no loss of a batch.
     return any(line.get("step") == step and "loss_nats" not in line for line in lines)
 
 
@@ -65,6 +67,7 @@ def _kill_command(trial: Trial, verb: str) -> None:
         log = folder / f"killed{number}.log"
         pid = processes.fork(lambda: processes.run_command(argv), log)
         end_s = time.monotonic() + trial.rng.uniform(0, unbroken_s)
+        # WNOWAIT leaves the process to `waitpid` below: its number cannot be given to another one meanwhile.
         while time.monotonic() < end_s and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.005)  # until the drawn instant, or the command's own end
         os.kill(pid, signal.SIGKILL)
@@ -92,6 +95,7 @@ def _corpus(folder: Path) -> dict[str, Path]:
     texts = [f"{number} " + "word " * rng.randrange(200) for number in range(2000)]
     files = {_PREPARE: folder / "corpus.jsonl", _ADOPT: folder / "ids.bin"}
     files[_PREPARE].write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    # Ids of bytes, of which 0 ends a document.
     files[_ADOPT].write_bytes(b"".join(text.encode() + b"\0" for text in texts))
     return files
 

@@ -22,6 +22,7 @@ ONE_PROCESS = (1,)
 )
 def late_hosts(trial: Trial) -> None:
     """One trains, and the other is refused with its name."""
+    # Later starts are of a third host, which is neither of these two.
     _start_elsewhere(trial)
     first = trial.start(module=HostSpec("host-a").module)
     end_s = time.monotonic() + trial.rng.uniform(0, trial.reference.first_step_s)
@@ -36,6 +37,7 @@ def late_hosts(trial: Trial) -> None:
     text = first.text() + second.text()
     if loser.codes[0] not in (DONE, REFUSED) or (loser.codes[0] == REFUSED and _IN_USE not in text):
         trial.wrong(f"two hosts that started together ended with {codes}: {text[-500:]}")
+    # Both may end well one after the other: the second one then went on from a checkpoint of the first.
     both_done = codes == (DONE, DONE) and not survivor.killed
     if both_done and "resumed from step" not in survivor.text():
         trial.wrong("two hosts trained in one workdir")
@@ -61,11 +63,13 @@ def host_paused(trial: Trial) -> None:
         trial.result.notes.append("the first host ended before it could be stopped")
         trial.record_end(paused)
         return
+    # The kernel stops the process where it is, with its files and its lease as they are.
     os.kill(paused.pids[0], signal.SIGSTOP)
     rival = trial.start(module=HostSpec("host-b").module)
     resumed = rival.until(
         lambda: f"step {NUM_STEPS}/" in rival.text() or trial.workdir.last_step() > stop_step + 1
     )
+    # It wakes when the rival trains already, so that anything it writes would be a second writer's.
     paused.send(signal.SIGCONT)
     woke_s = time.monotonic()
     paused.wait()

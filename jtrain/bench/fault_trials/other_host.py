@@ -1,4 +1,4 @@
-"""The training command as another host would run it: `python -m jtrain.bench.fault_trials.other_host JSON ...`.
+"""The training command as on another host: `python -m jtrain.bench.fault_trials.other_host JSON ...`.
 
 The host has a name of its own in leases, so its processes cannot be looked up, and a clock that may jump. It
 watches a holder for seconds where a real one takes a minute: a trial has to end.

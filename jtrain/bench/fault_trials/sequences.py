@@ -89,9 +89,11 @@ def combine(sequence: FaultSequence, kinds: Mapping[str, FaultKind]) -> FaultKin
     def inject(trial: Trial) -> None:
         trial.span = SPAN
         for index, (fault, part) in enumerate(zip(sequence, parts, strict=True)):
+            # After the last step is committed there is nothing left to break.
             if trial.result.wrong or NUM_STEPS in trial.workdir.committed():
                 trial.result.notes.append(f"ended before {shown(sequence[index:])}")
                 return
+            # Seeded by the fault alone: its details are the same in every part of the sequence.
             trial.part, trial.rng = index, random.Random(str(fault))
             part.inject(trial)
 
@@ -100,6 +102,7 @@ def combine(sequence: FaultSequence, kinds: Mapping[str, FaultKind]) -> FaultKin
         shown(sequence),
         "; ".join(part.description for part in parts),
         inject,
+        # Numbers of processes that every part takes.
         processes=tuple(set.intersection(*(set(part.processes) for part in parts))),
         lines_lost=any(part.lines_lost for part in parts),
         may_keep_others=any(part.may_keep_others for part in parts),
@@ -132,6 +135,7 @@ def try_and_shorten(
 ) -> FaultResult:
     """Runs a sequence in a workdir of its own; one that fails, again in parts, to find the shortest."""
     tries = itertools.count(1)
+    # The whole sequence first; parts are tried only where it fails.
     result = inject_and_compare(combine(sequence, kinds), lab, f"sequence-{number}", number)
 
     def fails(part: FaultSequence) -> bool:

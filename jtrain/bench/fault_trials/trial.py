@@ -71,7 +71,7 @@ class Trial:
             shutil.copytree(half, self.workdir.path, symlinks=True, dirs_exist_ok=True)
 
     def draw_step(self, margin: int) -> int:
-        """Draws a step that is not logged yet, at least `margin` before the last one where that is possible."""
+        """Draws a step that is not logged yet, at least `margin` before the last one where possible."""
         first = self.workdir.last_step() + 1
         return self.rng.randint(first, max(first, min(NUM_STEPS - margin, first + self.span)))
 
@@ -194,7 +194,7 @@ class Trial:
         return attempt
 
     def _check_resumed(self, attempt: TrialAttempt, text: str) -> None:
-        """Checks where a start went on, if it came to a first new step; a supervised one: its first attempt."""
+        """Checks where a start went on, if it came to a new step; of a supervised one, its first attempt."""
         state_before = self._before[attempt]
         text = re.split(r"^supervise .*: restart \d+ of", text, maxsplit=1, flags=re.MULTILINE)[0]
         first_resumed = re.search(r"resumed from step (\d+)", text)

@@ -266,10 +266,12 @@ def _first_step_in_fewer_bits(setting: Setting, comparison: Comparison, run: Cou
     for path, history in run.scaling.items():
         on_one_device = to.one_device.scaling[path]
         bound = history_bound(setting, num_steps) * np.abs(on_one_device[:, :, :num_steps]) + 1e-30
+        # The newest entry is the first; behind those of the steps are those from before.
         is_equal = np.array_equal(history[:, :, num_steps:], on_one_device[:, :, num_steps:])
         comparison.equal(f"the history of {path} before the first step is as it was", is_equal, True)
         difference = np.abs(history - on_one_device)[:, :, :num_steps]
         if not (difference <= bound).all():
+            # What an ulp in the embeddings does to this on one device; asked for only here, as it compiles.
             moved = (run.scaling[path] for run in to.moved())
             spread = np.max([np.abs(m - on_one_device)[:, :, :num_steps] for m in moved], axis=0)
             bound = np.maximum(bound, 2 * spread)
@@ -280,14 +282,13 @@ def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
     """Largest relative difference of the largest input, weight and gradient of a matmul, newest step first,
     [1, 3, H].
 
-    In float32 the first step has scales of 1 everywhere, and its largest values are those of one device, unless
-    an element lies at the edge of two 8-bit numbers: then what embeddings of another ulp do on one device
-    (`References.moved`) bounds it. What rounds to 8 bits differs by an ulp, and from the next step on
-    by a quarter (2 bits of mantissa) of single elements, of which the largest gradient is one: up to 44 % were
-    seen in the third step of a layout whose
-    first was equal to 3e-7, and 127 % in that of a mixture. Rounding to bfloat16 does the same to the first
-    step: with experts, whose tokens then go elsewhere, 56 %. Weights move by less than a percent in these
-    steps.
+    In float32 the first step has scales of 1 everywhere, and its largest values are those of one device,
+    unless an element lies at the edge of two 8-bit numbers: then what embeddings of another ulp do on one
+    device (`References.moved`) bounds it. What rounds to 8 bits differs by an ulp, and from the next step on
+    by a quarter (2 bits of mantissa) of single elements, of which the largest gradient is one: up to 44 %
+    were seen in the third step of a layout whose first was equal to 3e-7, and 127 % in that of a mixture.
+    Rounding to bfloat16 does the same to the first step: with experts, whose tokens then go elsewhere, 56 %.
+    Weights move by less than a percent in these steps.
 
     Where devices share a key head, each rounds its own part of that head's gradient to 8 bits, and the parts
     are added after the product: the largest part is not the largest sum (43 % were seen), and the gradients

@@ -179,7 +179,7 @@ MAX_LAYERS = 8
 
 @functools.cache
 def choices_of(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Fields of a component and their values; a block may have every mixer and feed-forward layer, or none."""
+    """Fields of a component and their values; a block may have any mixer and feed-forward layer, or none."""
     if kind is not BlockSpec:
         return CHOICES[kind]
     mixers = (mixer for mixer in CHOICES if issubclass(mixer, MixerSpec))
@@ -194,6 +194,7 @@ def draw_description(rng: random.Random) -> Description:
         # Short ones more often: each block that is not in the loop compiles on its own.
         pattern = tuple(_component(rng, BlockSpec) for _ in range(rng.choice((1, 1, 2, 2, 3, 4))))
         first = tuple(_component(rng, BlockSpec) for _ in range(rng.choice((0, 0, 0, 1, 2))))
+        # Layers behind the last whole period: the first blocks of the pattern once more.
         last = rng.randrange(len(pattern)) if rng.random() < 0.5 else 0
         periods = rng.randint(1, max((MAX_LAYERS - len(first) - last) // len(pattern), 1))
         layers = dict(first=first, pattern=pattern, num_layers=len(first) + periods * len(pattern) + last)
@@ -226,6 +227,7 @@ def with_one_router_loss(description: Description) -> Description:
     routers = [
         b.feed_forward for b in (*model["first"], *model["pattern"]) if isinstance(b.feed_forward, MoESpec)
     ]
+    # Empty without a mixture: then nothing is replaced below.
     coefficients = {name: getattr(router, name) for router in routers[:1] for name in ROUTER_LOSSES}
 
     def changed(block: BlockSpec) -> BlockSpec:
@@ -293,6 +295,7 @@ def simpler(description: Description) -> Iterator[Description]:
             blocks = model[name][:index] + model[name][index + 1 :]
             if blocks or name == "first":
                 yield with_blocks(**{name: blocks})
+    # Without repetitions: one period of the pattern and no layers behind it.
     if dict(with_blocks())["num_layers"] < model["num_layers"]:
         yield with_blocks()
     for name in ("first", "pattern"):
@@ -314,6 +317,7 @@ def _simpler_component(component: Any) -> Iterator[Any]:
 
 def _simpler_fields(kind: type, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, values in choices_of(kind).items():
+        # The table has the default first; a component stands for itself with its own defaults.
         default = values[0]() if isinstance(values[0], type) else values[0]
         if fields[name] != default:
             yield {name: default}

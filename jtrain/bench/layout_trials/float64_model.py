@@ -42,8 +42,8 @@ class Model:
     """Settings of a model that its arrays do not show.
 
     first, pattern, last: descriptions of layers; the pattern's arrays are stacked, one entry per repetition.
-    layers: function of (spec, weights, x, position, segment) for mixers and dense layers that this file has no
-      formula of.
+    layers: function of (spec, weights, x, position, segment) for mixers and dense layers that this file has
+      no formula of.
     """
 
     first: tuple[Any, ...]
@@ -99,6 +99,7 @@ def _hidden(model: Model, p: Any, batch: Any) -> Any:
     embedded = p["embed_VD"][batch["token_BL"]] * model.embedding_scale
     if model.embedding_norm:
         embedded = _norm(model, {}, embedded, spec=_Unscaled())
+    # Activations, sum of the routers' losses, and how close any choice or kink was to going the other way.
     carry = (embedded, jnp.zeros(()), jnp.full((), jnp.inf))
     for index, spec in enumerate(model.first):
         carry = _block(model, spec, _below(p, f"first_layers.block_{index}."), rows, carry)
@@ -147,7 +148,9 @@ def _block(model: Model, spec: Any, w: Any, rows: PackedRows, carry: Any) -> Any
             losses.extend(branch_losses)
             return y
 
+        # Parallel branches both read the layer's input.
         stream = stream + branch("mlp", x if parallel else stream, feed_forward)
+        # The mean over the layers with experts.
         router = router + losses[0] / max(model.num_routers, 1)
         closest = jnp.minimum(closest, losses[1])
     return stream, router, closest
@@ -172,6 +175,7 @@ def _to_end(vector: Any, x: Any) -> Any:
 
 def _mixer(model: Model, spec: Any, w: Any, x: Any, rows: PackedRows) -> Any:
     weights = _below(w, f"{spec.name}.")
+    # Only fields that differ from their defaults must be known to the formula below.
     changed = {f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default}
     if spec.name == "attention" and changed <= ATTENTION_FIELDS:
         return _attention(model, spec, weights, x, rows)
@@ -232,6 +236,7 @@ def _rotate(rope: Any, x: Any, position: Any) -> Any:
     factor = getattr(rope.scaling, "attention_factor", 1.0)
     angle = -angle if rope.backwards else angle
     cos, sin = factor * jnp.cos(angle)[:, :, None, :], factor * jnp.sin(angle)[:, :, None, :]
+    # Pairs (i, i + half), as in checkpoints of Llama.
     a, b, unrotated = x[..., :half], x[..., half:rotated], x[..., rotated:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, unrotated], axis=-1)
 
@@ -247,6 +252,7 @@ def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
             smooth = (scaling.original_seq_len / wavelength - scaling.low_freq_factor) / (
                 scaling.high_freq_factor - scaling.low_freq_factor
             )
+            # Between the two limits both are mixed; longer waves are interpolated, shorter ones stay.
             blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
             blended = np.where(
                 wavelength > scaling.original_seq_len / scaling.low_freq_factor,
@@ -258,6 +264,7 @@ def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
             )
         case "YarnScaling":
             ends = [
+                # The dim whose wave turns that many times over the original context.
                 dims * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
                 for turns in (scaling.beta_fast, scaling.beta_slow)
             ]
@@ -265,6 +272,7 @@ def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
                 ends = [math.floor(ends[0]), math.ceil(ends[1])]
             low, high = max(ends[0], 0), min(ends[1], dims - 1)
             # 0 where a dim turns often over the context, and stays; 1 where it is interpolated.
+            # 0.001 where both ends meet: a step in place of a division by zero.
             width = max(high - low, 0) or 0.001
             ramp = np.clip((np.arange(len(frequency)) - low) / width, 0, 1)
             return ramp * frequency / scaling.factor + (1 - ramp) * frequency

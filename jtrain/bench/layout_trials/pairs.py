@@ -117,7 +117,7 @@ class Draw:
         return setting
 
     def _start(self, in_float32: bool, demanded: Setting) -> tuple[Setting, tuple[str, ...]]:
-        """A setting with an unmet pair, and the factors that it was made for; any setting if all pairs have met.
+        """A setting with an unmet pair, and the factors it was made for; any setting if all pairs have met.
 
         Args:
           demanded: values that the setting must have.

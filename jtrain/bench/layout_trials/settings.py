@@ -184,6 +184,7 @@ class _Model(Transformer):
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         """Every parameter, sorted by path."""
+        # By identity: as a key, a model would be hashed field by field each time.
         if id(self) not in _LISTED:
             _LISTED[id(self)] = super().param_infos()
         return _LISTED[id(self)]

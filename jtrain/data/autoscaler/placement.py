@@ -155,6 +155,7 @@ class _Loaders:
         movable = [
             source for source in sorted(self.sources[busiest]) if idlest not in self.loaders_of[source]
         ]
+        # Each move must help: it leaves both loaders at least half of _EVEN below the busiest one's load.
         if fitting := [
             source for source in movable if _EVEN / 2 <= self.time_share(source) <= gap - _EVEN / 2
         ]:
@@ -164,6 +165,7 @@ class _Loaders:
             return True
         # No source is small enough to move: share the largest one that helps.
         for source in sorted(movable, key=lambda source: (-self.time_share(source), source)):
+            # The share that the idlest loader takes over; it too stays below the busiest one's load.
             if self.need[source] / (len(self.loaders_of[source]) + 1) <= gap - _EVEN / 2:
                 self.place(source, self.loaders_of[source] | {idlest})
                 return True

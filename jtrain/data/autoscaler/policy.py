@@ -130,6 +130,7 @@ class Autoscaler:
         if window_ends:
             # A fall acts here alone, once two windows in a row have had the lower weight.
             self._weight = self._recent_weight.max(0)
+            # The current window becomes the previous one.
             self._recent_weight[0], self._recent_weight[1] = self._recent_weight[1], weights_ahead
             self._rate.judge(self._measure_rates(weights_ahead))
             self._read_totals[:] = self._window[:] = 0.0

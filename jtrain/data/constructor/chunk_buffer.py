@@ -114,11 +114,13 @@ class ChunkBuffer:
         ahead_numbers = numbers[numbers >= oldest]
         if len(ahead_numbers) and int(ahead_numbers.max()) - oldest >= self._size[source]:
             self._grow(source, int(ahead_numbers.max()) - oldest + 1)
+        # Rows of the ring: `_base` is where the source's ring begins, sizes are powers of two.
         table_rows = self._base[source] + (ahead_numbers & (self._size[source] - 1))
         new_numbers = ahead_numbers[self._table[table_rows, NUMBER] != ahead_numbers]
         table_rows = self._base[source] + (new_numbers & (self._size[source] - 1))
         # A number without a run: expected, and not arrived.
         self._table[table_rows, NUMBER], self._table[table_rows, RUN] = new_numbers, _NOTHING
+        # Documents before the cursor were open in the saved state, and are read again after a resume.
         new_reread = [n for n in numbers[numbers < oldest].tolist() if source * _ABOVE + n not in self._open]
         self._open.update((source * _ABOVE + n, (_NOTHING, 0, 0)) for n in new_reread)
         return np.concatenate([np.asarray(new_reread, np.int64), new_numbers])
@@ -141,6 +143,7 @@ class ChunkBuffer:
         `collate.SpansOf`.
         """
         run, first, stop = self._find(pieces.source, pieces.document)
+        # `first` is the document's first token in the ids of its run; pieces count from the document's start.
         end = first + pieces.end
         # A piece planned with a length from an index may end beyond what the loader has read now.
         if (end > stop).any():
@@ -275,6 +278,7 @@ class ChunkBuffer:
     def _grow(self, source: int, span: int) -> None:
         """Moves a source to a ring for `span` documents at the table's end; its old rows stay empty."""
         old_ring = self._table[self._base[source] : self._base[source] + self._size[source]]
+        # A copy, as the index is a mask: the next line clears the old rows only.
         used_rows = old_ring[old_ring[:, NUMBER] != _NOTHING]
         old_ring[:, NUMBER] = _NOTHING
         # Next power of two, so that old rings take at most as many rows as the rings in use.

@@ -54,8 +54,8 @@ class PeerLinks:
 
     Both ends of a link send beats, which the other constructor answers between its work (`received`), not
     this thread: an answer shows that the link passes both ways, how long what is queued takes, and that the
-    constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended. The threads
-    of both ends then make a new one, so only the first answer on it shows that a constructor is back.
+    constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended. The
+    threads of both ends then make a new one, so only the first answer on it shows that a constructor is back.
 
     Args:
       listening: socket of this process's address. The trainer holds it: a constructor that is restarted is

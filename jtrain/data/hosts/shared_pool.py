@@ -101,7 +101,9 @@ class SharedPool:
         self._request = itertools.count(time.time_ns())
         self._open_requests: dict[int, _OpenRequest] = {}
         self._fetches: dict[int, _Fetch] = {}
+        # Last time at which this process was not standing still, and last call of `_replace_unreachable`.
         self._awake_s = self._looked_s = time.monotonic()
+        # Hosts that have connected once; that are late and have been named; whose part is read here.
         self._met: set[int] = set()
         self._late: set[int] = set()
         self._replaced: set[int] = set()
@@ -123,11 +125,13 @@ class SharedPool:
         """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
         indexes_by_run: dict[ChunkRun, list[int]] = {}
         for run, index in documents:
+            # Pieces of one document in several rows ask for its ids once.
             if index not in run.payload.requested:
                 run.payload.requested.add(index)
                 indexes_by_run.setdefault(run, []).append(index)
         for run, indexes in indexes_by_run.items():
             request, payload = next(self._request), run.payload
+            # Numbers and anchor too: a host that was restarted or stands in reads the run again.
             message = ("fetch", request, payload.number, run.source, run.numbers[indexes], run.anchor)
             self._fetches[request] = _Fetch(run, indexes, message)
             self._send(payload.host, message)
@@ -137,6 +141,7 @@ class SharedPool:
         return [*self._local.connections(), self._links]
 
     def collect(self) -> list[ChunkRun]:
+        # Runs of this host's loaders go to the keeper, which answers every host that asked for them.
         for run in self._local.collect():
             self._keeper.take(run)
         for host, message in self._links.received():
@@ -195,7 +200,7 @@ class SharedPool:
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a question with the next `_flush`; handles it here if this host stands in for the receiver."""
+        """Sends a question with the next `_flush`, or handles it if this host stands in for the receiver."""
         if host == self._this_host or host in self._replaced:
             self._handle(self._this_host, message)
         else:
@@ -237,6 +242,7 @@ class SharedPool:
         """Hands a run to the constructor, but for numbers that have been answered before."""
         open_request = self._open_requests.get(request)
         indexes = (
+            # Numbers of a part ascend, and a share's are among them.
             np.searchsorted(open_request.part.numbers, run.numbers) if open_request is not None else None
         )
         # Answered twice, after a repeated request: the reader must still hear that it is not needed.

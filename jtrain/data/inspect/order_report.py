@@ -291,6 +291,7 @@ def _documents(
         # One integer per document and step that has it: document * number of steps + step.
         document_steps = np.unique(record_index * len(pieces) + drawn_chunks[1])
         documents += len(document_steps)
+        # Slots of each drawn chunk's document: its chunks, by those that one slot holds.
         counts = np.unique(stream.chunks_of(records).record, return_counts=True)[1][record_index] / chunks.num
         drawn_in = np.bincount(drawn_chunks[1], minlength=len(pieces))
         num_drawn = len(np.unique(drawn_chunks[0]))
@@ -333,6 +334,7 @@ def _chance(
     # Estimated number of documents with `count` chunks: their chunks, divided by `count`.
     documents = num_chunks * num_chunks_with / num_chunks_with.sum() / count
 
+    # q(m) of `_documents`, for each pair of steps and each count of chunks.
     def absent(drawn: Int64[np.ndarray, " pairs"]) -> Float64[np.ndarray, "pairs counts"]:
         return np.maximum(1 - drawn[:, None] / num_chunks, 0) ** count
 
@@ -340,6 +342,7 @@ def _chance(
     same_epoch = max(0.0, 1 - lag * float(first.mean()) / num_chunks)
     in_first, in_second = 1 - absent(first), 1 - absent(second)
     in_both = (
+        # 1 - q(m) - q(m') + q(m + m'), as in `_documents`; across epochs the two steps are independent.
         same_epoch * (in_first + in_second - 1 + absent(first + second))
         + (1 - same_epoch) * in_first * in_second
     )

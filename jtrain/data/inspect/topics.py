@@ -116,7 +116,7 @@ def _histograms(token_BL: np.ndarray) -> Int64[np.ndarray, "B b"]:
 
 
 def compare_topics(read_rows: Int64[np.ndarray, "n b"], rows: Int64[np.ndarray, "m b"]) -> TopicReport:
-    """Compares the histograms of the rows that were read, in their order, with those of rows of the corpus."""
+    """Compares histograms of the rows that were read, in their order, with those of rows of the corpus."""
     # Half of the rows make the topics, and are what one shuffle would have read; the others are learned for.
     shuffled, held = np.array_split(rows, 2)
     centres = _k_means(_features(shuffled), max(min(_MOST_TOPICS, len(shuffled) // _ROWS_PER_TOPIC), 1))

@@ -89,6 +89,7 @@ class ChunkRun:
         # Documents one after another: each ends where the next one starts.
         if self.lengths is None:
             return self.starts[:-1], self.starts[1:]
+        # Ids in a memory map: documents lie anywhere in it.
         return self.starts, self.starts + self.lengths
 
 

@@ -149,6 +149,7 @@ class ProcessPool:
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         for name, loader in self.loaders.items():
+            # A retiring loader answers what it was asked, and ends in `collect`.
             loader.is_retiring = name not in placement
             if loader.is_retiring:
                 loader.sources = set()
@@ -255,8 +256,10 @@ class ProcessPool:
             case "run", number, heads:
                 self._losses_in_a_row = 0
                 for part, (start, head) in zip(loader.in_flight.pop(number).parts, heads, strict=True):
+                    # The source could be opened: only losses in a row at the opening end the stream.
                     self._deaths.pop((part.source, _OPENING_SOURCE), None)
                     loader.busy_s += head.read_s
+                    # A share of a grouped source may have no group of this part.
                     if not len(head.lengths):
                         loader.freed.append(start)
                         continue

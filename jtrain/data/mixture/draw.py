@@ -91,6 +91,7 @@ class Buffers:
         self._set_known(np.empty(0, np.int64), np.empty(0, np.int64))
         self._first_document = np.zeros(num, np.int64)  # lengths are known from here ...
         self._scanned_end = np.zeros(num, np.int64)  # ... to here
+        # First document of the run of empty ones that ends at `_scanned_end`: an epoch of them is refused.
         self._empty_from = np.zeros(num, np.int64)
         self._is_dry = np.zeros(num, np.bool_)  # gave fewer lengths than it was asked for
         self._seen_documents = np.zeros(num, np.int64)
@@ -134,10 +135,12 @@ class Buffers:
             begin, end = np.searchsorted(self._keys, self._first_key + cursors), self._source_starts[1:]
             # Units are tokens, or documents, whose count is the index itself.
             start = self._tokens_before[begin] if by_tokens else begin
+            # Prefix sums over all sources together: differences within one source are its own tokens.
             available = (self._tokens_before[end] if by_tokens else end) - start
             is_short = available < limits
             missing = is_short & (self._scanned_end < self.ends)
             if missing.any():
+                # In samples, the missing ones are counted as mean ones: `_ask` takes tokens.
                 tokens = (limits - available) * (1 if by_tokens else self.mean_tokens)
                 self._ask(missing, tokens, low=(end - begin < _ASK_AT_LEAST) & (limits > 0))
                 continue
@@ -278,8 +281,10 @@ class Draws:
         Raises:
           NotYet, UserError: see `Buffers.ahead`; nothing is drawn.
         """
+        # Samples that have so many tokens on average; integers, as they decide how much is looked up.
         units = tokens if self._by_tokens else max(1, tokens * self._documents // self._tokens)
         while True:
+            # Once per round, since a source may have ended in the round before.
             active = (self._weights > 0) & (self._cursors < self._buffers.ends)
             if not active.any():
                 return None
@@ -320,11 +325,13 @@ class Draws:
         """
         if (self._buffers.ends < ENDLESS).any():
             return self.more(tokens)
+        # And two documents of mean length, for small steps, of which an eighth may be less than one.
         return self.more(tokens + tokens // 8 + 2 * self._tokens // self._documents)
 
     def commit(self, count: int) -> tuple[Int64[np.ndarray, " sources"], Int64[np.ndarray, " sources"], int]:
         """Returns cursors, deficit and tokens (samples) drawn, after the first `count` drawn documents."""
         (cursors, deficit), units = self._start, 0
+        # Replayed from the start: the packing may take fewer documents than were drawn.
         for round_ in self._rounds:
             num_taken = min(count, len(round_.drawn.source))
             cursors, deficit, num_drawn = self._advance(round_, num_taken, cursors, deficit)

@@ -132,6 +132,7 @@ class Staged(Schedule):
         return _identity("staged", self.stages)
 
     def _stage(self, step: int) -> tuple[int, Weights]:
+        # Never empty: the first stage begins at step 0.
         return max((stage for stage in self.stages if stage[0] <= step), key=lambda stage: stage[0])
 
 
@@ -164,6 +165,7 @@ class Linear(Schedule):
         return tuple(point for point in changes if point[0] > step)
 
     def describe(self, step: int) -> str:
+        # Only the names that the points have: the sources are not known here.
         names = sorted({name for _, weights in self.points for name in weights})
         shares = dict(zip(names, self.weights(step, names).tolist(), strict=True))
         return (
@@ -220,6 +222,7 @@ def integer_shares(weights: Float64[np.ndarray, " sources"]) -> Int64[np.ndarray
 
     The result must not be written to: it is cached, as most steps have the same weights.
     """
+    # By their bytes, as arrays cannot be keys of a cache.
     return _integer_shares(weights.tobytes())
 
 
@@ -297,6 +300,7 @@ def _identity(kind: str, points: Iterable[tuple[int, Weights]]) -> str:
     shares = [
         (
             step,
+            # Sorted and without zeros, as neither the order of sources nor one that is left out matters.
             sorted(
                 (name, weight / math.fsum(weights.values())) for name, weight in weights.items() if weight
             ),

@@ -135,6 +135,7 @@ class PlannerState:
                     f"step {step}: source {name} is gone, after {saved_sources[name][2]:,} tokens; "
                     f"{dropped_tokens:,} tokens of {len(dropped_carry)} open documents are dropped"
                 )
+        # Columns are source, document, start and end; documents of a source that is gone are dropped.
         carry = np.concatenate([carry_source[:, None], carry[:, 1:]], axis=1)[carry_source >= 0]
         rows = np.asarray([saved_sources.get(name, [0, 0, 0, 0]) for name in names], np.int64).reshape(-1, 4)
         # Copies: the columns of a transposed array are not contiguous.
@@ -224,6 +225,7 @@ class Planner:
         if state.packing != spec.packing:
             lines.append(f"step {step}: data.packing {state.packing} -> {spec.packing}")
             state = dataclasses.replace(state, packing=spec.packing)
+        # By identity, not by weights: another schedule may have the same weights at this step.
         if not state.history or state.history[-1][1] != schedule.identity:
             old_description = state.history[-1][2] if state.history else "none"
             lines.append(
@@ -255,6 +257,7 @@ class Planner:
         spec = self.spec
         # Nothing before the cursors is asked for again, so lengths are held for the look-ahead alone.
         self._buffers.forget(state.cursors)
+        # Units are samples here: the mean sample so far, by which the first look-up of lengths is sized.
         mean_tokens = (
             int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
         )
@@ -275,6 +278,7 @@ class Planner:
             if (to_come := self._next_unread_source(state.step, graph.cursors)) is not None:
                 raise UserError(self._gap_message(state, graph.weights, *to_come))
             raise EndOfData(f"data ends before step {state.step}")
+        # After packing, as only pieces have lengths; before `balance`, which orders rows by cost.
         graph.cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
         if spec.balance:
             graph.balance()
@@ -316,6 +320,7 @@ class Planner:
     ) -> tuple[int, int] | None:
         """Returns an unread source that gets weight only after `step`, and that step; None without one."""
         unread = np.flatnonzero(cursors < self._buffers.ends).tolist()
+        # The soonest first: the message names the next step at which weight would come.
         for step_of_change, weights in self.spec.schedule.later(step):
             for source in unread:
                 if weights.get(self.spec.names[source], 0) > 0:
@@ -355,6 +360,7 @@ class Planner:
         elif spec.unit == "rows":
             documents = (total * spec.global_batch + state.deficit / ONE) * spec.seq_len / mean
         else:
+            # Shares of samples: a step has tokens / (mean tokens of a sample, over all sources) samples.
             documents = total * per_step / max(1.0, float(total @ mean) / steps) + state.deficit / ONE
         # A tenth and two documents more than the mean asks for: lengths scatter.
         count = np.where(total > 0, np.ceil(np.maximum(documents, 0) * 1.1) + 2, 0).astype(np.int64)
@@ -374,5 +380,6 @@ def _drift(state: PlannerState) -> float:
     carried_tokens = np.bincount(
         state.carry[:, 0], weights=state.carry[:, 3] - state.carry[:, 2], minlength=len(deficit)
     )
+    # What a source was to have = what was drawn (placed or carried) + what it still lacks.
     scheduled_tokens = tokens + carried_tokens + deficit
     return float(np.abs(tokens / tokens.sum() - scheduled_tokens / scheduled_tokens.sum()).max())

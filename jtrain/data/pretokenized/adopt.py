@@ -180,6 +180,7 @@ class _Adoption:
             "file_ends": [],
             **latest_state(self._partial),
         }
+        # 0 for all of them where nothing was scanned before.
         state["bytes"] = {name: state["bytes"].get(name, 0) for name in self._appended}
         for name, size in state["bytes"].items():
             # Back to the size of the last save: what follows was not in its counts.
@@ -246,6 +247,7 @@ class _Adoption:
         elif state["placed"] > part.file:
             runs = np.empty((0, 3), np.int64)
         else:
+            # First token of the run in the source, byte where it begins, number of its file.
             runs = np.asarray([[state["tokens"], self._layout.files[part.file].first_byte, part.file]])
             state["placed"] = part.file + 1
         outputs[_RUNS].write(runs.astype("<i8").tobytes())
@@ -255,6 +257,7 @@ class _Adoption:
         if part.ids is not None:
             outputs[index_format.IDS].write(part.ids.tobytes())
         if index_format.MASKS in outputs:
+            # Runs of a part count from its first token, those of the index from the first of the source.
             outputs[index_format.MASKS].write((part.ignored + state["tokens"]).astype("<i8").tobytes())
         state["records"] += len(lengths)
         state["tokens"] += part.tokens

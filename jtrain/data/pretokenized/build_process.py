@@ -107,8 +107,10 @@ class BuildProcess:
             self._find_living()
         names = [self.name]
         for name, rival in self._rivals.items():
+            # None, not known yet, counts as alive; a later look corrects the count.
             if self._is_alive_of[name] is not False and self._plan(rival, source) == self._plans.get(source):
                 names.append(name)
+        # Names begin with the time of the start, so all processes sort them alike.
         return sorted(names).index(self.name), len(names)
 
     def is_alive(self, name: str) -> bool | None:

@@ -64,6 +64,7 @@ class PreparedIndex:
 
     def __init__(self, location: Path | str, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
+        # Before anything can fail: messages name `command`, which asks whether the index is adopted.
         self._adopted: AdoptedIds | None = None
         self._files = files = open_files(str(location), cache_dir)
         self.location = files.location

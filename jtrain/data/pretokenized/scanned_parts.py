@@ -1,4 +1,4 @@
-"""Scan of the token files of other projects, in parallel: parts of files in order, with what an index needs."""
+"""Scan of token files of other projects, in parallel: parts of files in order, with what an index needs."""
 
 import collections
 import concurrent.futures

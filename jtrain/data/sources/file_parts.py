@@ -53,6 +53,7 @@ class FileParts(Sequence[StoredFile]):
         self._stripe_bytes = np.asarray(stripe_bytes, np.int64)
         self._file_sizes = np.asarray([max(file.size_bytes, 0) for file in files], np.int64)
         counts = -(-self._file_sizes // np.maximum(self._stripe_bytes, 1))
+        # An empty file is one part too, so that every file has a number.
         counts = np.where(self._stripe_bytes > 0, np.maximum(counts, 1), 1)
         self.ends = np.cumsum(counts)
         self.starts = self.ends - counts
@@ -115,6 +116,7 @@ class FileParts(Sequence[StoredFile]):
         for records, (start, end, stripe) in zip(opened, bounds, strict=True):
             if end - start > 1:
                 offsets = np.arange(1, end - start) * stripe
+                # Record ends at each stripe's border; the last part ends with the file.
                 record_ends[start : end - 1] = first + records.count_before(offsets)
             first += len(records)
             record_ends[end - 1] = first

@@ -51,8 +51,8 @@ def read_lines(
     *,
     below_bytes: int,
 ) -> Lines:
-    """Returns the JSON lines of some records, unparsed; an empty one for each that is to be read otherwise: of
-    another format, with a mask, of `below_bytes` or more, or in a file that cannot be read.
+    """Returns the JSON lines of some records, unparsed; an empty one for each that is to be read otherwise:
+    of another format, with a mask, of `below_bytes` or more, or in a file that cannot be read.
 
     Args:
       file, number: the file of each record, and its number there; see `Corpus.locate`.

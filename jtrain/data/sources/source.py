@@ -59,10 +59,10 @@ class Source:
       returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
     format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one
-      object, an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet,
-      .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz behind it;
-      files of another suffix are JSON lines if their first lines are objects, otherwise text, one document
-      per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
+      object, an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header),
+      .parquet, .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz
+      behind it; files of another suffix are JSON lines if their first lines are objects, otherwise text, one
+      document per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
     text_field: JSON key, column, or suffix of the tar's members (such as txt; `json.text` for a field of its
       members .json). `meta.text` is the key or
       column of that name, or else the field `text` of the JSON object or struct column `meta`. For
@@ -80,9 +80,9 @@ class Source:
       samples: each assistant's turn from the end of the generation prompt through the stop token; `weight` (0
       or 1) and `train` (true or false) of a message are honoured. In JSON, Parquet, Arrow and ArrayRecord.
     chat_template: template that writes chats: None for the tokenizer's own (`chat_template.jinja` or
-      tokenizer_config.json in its folder), or `roles` if it has none; `roles` for the built-in one: `<|user|>`,
-      a line end, the content and a line end; the path of a file of Jinja or of a tokenizer's folder; or Jinja
-      itself.
+      tokenizer_config.json in its folder), or `roles` if it has none; `roles` for the built-in one:
+      `<|user|>`, a line end, the content and a line end; the path of a file of Jinja or of a tokenizer's
+      folder; or Jinja itself.
     template_options: further variables of the template, such as `{"enable_thinking": False}`.
     tools_field: field of the tools of a chat, a list of their JSON schemas or its text; None if records have
       none, empty to leave them out.
@@ -230,6 +230,7 @@ class Source:
         Raises:
           UserError: the template cannot be read.
         """
+        # Spans are given by number, and need no template.
         if (mask := self.mask) is None or mask.setting == "mask_field":
             return mask
         template = load_template(

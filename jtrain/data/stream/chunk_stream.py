@@ -138,7 +138,7 @@ class ChunkStream:
         # Shares the open files: opening a remote corpus once more may take minutes.
         stream = copy.copy(self)
         stream.setup, stream.chunk_bytes = setup, setup.chunk_bytes or self.chunk_bytes
-        # The reader keeps its marks: they are of the same open corpus.
+        # A reader of its own, as its cut follows from the setup; what is known of long lines is the corpus's.
         stream._reader = dataclasses.replace(stream._reader, setup=setup, cut=stream._chunk_cut())
         stream.order = stream._new_order()
         return stream

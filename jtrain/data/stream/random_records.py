@@ -1,4 +1,4 @@
-"""Records of a source in a random order, for evaluations and reports; a file is opened when it is its turn."""
+"""Records of a source in a random order, for evaluations and reports; each file is opened at its turn."""
 
 from collections.abc import Iterator
 

@@ -92,6 +92,7 @@ class SampleReader:
         first_index = {record: i for i, record in reversed(list(enumerate(records)))}
         unread = [record for record in dict.fromkeys(records) if record not in samples]
         reasons: dict[int, str] = {}
+        # Border tokens are the end id and, where the tokenizer has one, the begin id.
         begins = bool(self._cut.border_tokens - 1)
         # Where a sample may be cut is known when it is tokenised.
         parts = [
@@ -111,6 +112,7 @@ class SampleReader:
             pieces, loss = self._cut_sample(record, end - start, runs, int(chunks.num[first]))
             sample = _Sample(ids[start:end], runs, pieces, reasons.get(record) or loss)
             samples[record] = sample
+            # Only samples of several slots are asked for again, or bad ones, whatever slots they have.
             if end - start > self._setup.chunk_tokens or chunks.first[first] or record in reasons:
                 # Copies: views would keep the tokens of all these samples.
                 kept = sample._replace(ids=sample.ids.copy(), ignored=runs.copy())
@@ -121,6 +123,7 @@ class SampleReader:
         """Returns first token and end of each chunk of a prepared source within its sample."""
         assert self._prepared is not None
         length = self._prepared.lengths(chunks.record).astype(np.int64)
+        # A sample that fits a row is whole in its first slot, and its other slots are empty.
         start, end = np.zeros_like(length), np.where(chunks.first == 0, length, 0)
         for i in np.flatnonzero(length > self._row_tokens).tolist():
             record, num = int(chunks.record[i]), int(chunks.num[i])
@@ -129,6 +132,7 @@ class SampleReader:
                     chunks.record[i : i + 1], np.zeros(1, np.int64), length[i : i + 1]
                 )
                 pieces, _ = self._cut_sample(record, int(length[i]), runs, num)
+                # Pieces alone: the ids are read from the index.
                 sample = _Sample(np.zeros(0, np.int32), NO_RUNS, pieces)
                 _KEPT.add((self._key, record), sample, sample.size_bytes)
             start[i], end[i] = _piece_of(sample, int(chunks.first[i]) // num)
@@ -208,8 +212,10 @@ def _join(chunks: Chunks, samples: dict[int, _Sample], no_ids: Integer[np.ndarra
         # Once, by the first chunk, however many slots it has.
         if sample.reason and not first:
             reasons.append((i, sample.reason))
+        # Every slot of a sample has `num` chunks, so slot s begins at chunk s * num.
         start, end = _piece_of(sample, first // num)
         ids.append(sample.ids[start:end])
+        # Counted from the first token of the result, in which pieces follow one another.
         ignored.append((runs_within(sample.ignored, start, end) + total).astype(np.int32))
         lengths[i] = end - start
         total += end - start

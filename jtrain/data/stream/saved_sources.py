@@ -53,6 +53,7 @@ def running_setup(stream: ChunkStream) -> SourceSetup:
         return setup
     return dataclasses.replace(
         setup,
+        # None opens every file, 0 none that can wait: other processes must not decide by sizes.
         eager_bytes=None if corpus.is_open else 0,
         num_files=len(corpus.names),
         generations=stream.generations,
@@ -106,6 +107,7 @@ def resume_source(
     old_stream = stream.with_setup(dataclasses.replace(setup, generations=generations))
     if num_saved == num_files:
         return Resumed(old_stream, "")
+    # In the old order: only it knows which slots before the cursor have been read.
     joining = join(old_stream.order, cursor, anchor, files=num_files, epochs=epochs)
     joined_stream = old_stream.with_setup(dataclasses.replace(setup, generations=(*generations, joining)))
     return Resumed(joined_stream, _message_of_joined(joined_stream, step))
@@ -115,6 +117,7 @@ def _message_of_joined(stream: ChunkStream, step: int) -> str:
     """Returns the line for the log about the files of the last generation."""
     corpus = stream.corpus
     assert corpus is not None
+    # Generations count all files up to theirs, so files num_old to num_new - 1 have joined.
     num_old, num_new = (generation.files for generation in stream.generations[-2:])
     count = len(corpus.stored_names(num_old, num_new))
     documents = (

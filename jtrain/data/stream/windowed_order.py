@@ -168,6 +168,7 @@ class WindowedChunks:
     def _open_epoch(self, epoch: int) -> _Epoch:
         base, newer = members(self._generations, epoch)
         key = epoch_key(self._seed, epoch)
+        # The epoch as it began, before any file joined in it.
         windows = self._split(np.arange(self._parts[base]), key)
         join_spans = []
         for generation in newer:
@@ -177,6 +178,7 @@ class WindowedChunks:
             )
             generation_key = join_key(self._seed, generation, epoch)
             new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
+            # Windows that have been started stay as they are; all other parts are dealt into windows anew.
             parts = np.sort(np.concatenate([*windows[num_started:], new_parts]))
             windows, ends = windows[:num_started], self._ends(windows[:num_started])
             # Bytes of started windows that reach beyond the position of the join: the one being read.

@@ -128,4 +128,5 @@ def branch_times(layout: Layout, op_name: str) -> int | None:
     tick_match = _OF_TICKS.search(op_name)
     if layout.pipeline is None or tick_match is None:
         return None
+    # Embedding and loss have branches too: they run once per microbatch.
     return chunk_passes(layout) if tick_match[1] else layout.spec.microbatches

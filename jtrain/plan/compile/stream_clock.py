@@ -117,6 +117,7 @@ class StreamClock:
 
     def run(self, name: str) -> None:
         """Runs a computation once."""
+        # Of this run alone: in a loop, a wait is for the transfer of its own turn.
         arrives: dict[str, float] = {}
         for action in self._actions(name):
             match action:
@@ -156,6 +157,7 @@ class StreamClock:
         """Sums so far; a transfer that nobody waited for is waited for at the end."""
         # The program ends when its last transfer does.
         self._wait(max(self._free.values(), default=0.0))
+        # A first wait of no length, so that a program without waits has one too.
         waits = np.array([(0.0, 0.0), *self._waits])
         waited_s = np.cumsum(waits[:, 1] - waits[:, 0])
         # Seconds waited until a time: constant between waits, rising by a second per second within each.
@@ -165,6 +167,7 @@ class StreamClock:
         for name, (transfer, begins, ends) in self._sent.items():
             total_s = transfer.seconds * len(begins)
             exposed_s = float(
+                # Seconds that the compute stream waited while the transfer passed, for this one or another.
                 np.sum(np.interp(ends, times, waited_until) - np.interp(begins, times, waited_until))
             )
             count, hidden_s = len(begins), max(0.0, total_s - exposed_s)

@@ -90,9 +90,11 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
             f"bytes/s of links that join {device.linked}. Take another device, or a mesh of at most "
             f"{device.linked}."
         )
+    # A collective of a torus uses one dimension, in both directions.
     both_ways = device.link_bytes_per_s / (device.torus_dims or 1)
     return Rates(
         flops_16=MATMUL * flops,
+        # Without 8-bit units such matmuls run as 16-bit ones.
         flops_8=MATMUL * (device.peak_fp8_flops or flops),
         flops_32=MATMUL * (matmul_rate(device, "float32") or flops),
         memory=MEMORY * memory,
@@ -141,6 +143,7 @@ class _Program:
         self._mesh_shape = mesh_shape
         self._rates = rates
         self._computed: dict[str, tuple[Action, ...]] = {}
+        # Counted before the walk: each execution takes an equal share of the seconds of its place.
         executions = collections.Counter[tuple[str, str]]()
         if kernels:
             for kernel, times in self._all_kernels(self.program.entry, 1):
@@ -171,6 +174,7 @@ class _Program:
                     raise UserError(f"a loop's trip count is not in the HLO: {i.line[:200]}")
                 yield LoopRun(body_match[1], trips)
             elif i.opcode in ("call", "conditional"):
+                # All branches of a conditional, since the program does not say which one runs.
                 yield from (LoopRun(name, 1) for name in i.called)
             elif transfer := self._transfer(i, body):
                 # A TPU's sparse cores start before they have data: the transfer begins at a later update.
@@ -202,6 +206,7 @@ class _Program:
 
     def _transfer(self, i: Instruction, body: list[Instruction]) -> Transfer | None:
         if collectives := list(self._collectives(i)):
+            # A fusion with several collectives is one transfer of all their bytes.
             return self._sent(i, collectives)
         if copies := list(self._host_copies(i, body)):
             if self._rates.host is None:
@@ -279,6 +284,7 @@ class _Program:
             for kernel in self._kernels(i):
                 yield kernel, times
             if i.opcode in ("while", "call", "conditional"):
+                # A loop of unknown trips counts once here: `_actions` refuses it.
                 turns = self.program.trip_count(i.line) or 1 if i.opcode == "while" else 1
                 for inside in i.called:
                     yield from self._all_kernels(inside, times * turns)

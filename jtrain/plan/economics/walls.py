@@ -188,10 +188,13 @@ def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None
     stage_layers = shape.layers / p
 
     # Of a layer and microbatch, in both passes; the backward pass is twice the forward pass.
+    # 6: a multiplication and an addition per weight and token, in three passes.
     compute = 6 * weights * b / t / cluster.flops
     memory = 3 * weights * _BF16 / t / hbm
+    # 8: SERIAL all-reduces, each a reduce-scatter and an all-gather of the residual stream.
     sent = 8 * _BF16 * b * shape.width * (t - 1) / t / tensor_w.reshape(-1, 1, 1, 1, 1)
     latency = SERIAL * cluster.latency_s
+    # 2 v: each chunk sends activations on and gets their gradients back; tensor shards send their parts.
     hops = np.where(p > 1, 2 * v * _BF16 * b * shape.width / t / stage_w[:, :, None, None, None], 0.0)
     layers = stage_layers * (np.maximum(np.maximum(compute, memory), sent) + latency)
     # A pipeline's fill and drain cost p - 1 chunks, each 1 / v of a stage.
@@ -204,6 +207,7 @@ def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None
 
     wall_s = shape.tokens / cluster.batch_tokens * step
     share = 6 * shape.parameters * cluster.batch_tokens / (devices * cluster.flops * step)
+    # A chunk has at least one layer, and a replica at least one microbatch.
     is_possible = (p * v <= shape.layers) & (microbatches >= 1) & (t <= shape.width)
     is_possible = is_possible & (wall_s <= cluster.seconds) & (devices <= (max_devices or math.inf))
     # 0 marks what is impossible; every possible share is above it.

@@ -155,6 +155,7 @@ def _product_s(
         return max(flops / flops_per_s, moved_s)
     # The gradient of a weight sums over rows, of each expert its own; the other passes sum over the depth.
     reduced = max(rows / weights if by_weight else depth, tile)
+    # A reduction takes as long as one that is FILL longer and has no start and end.
     filling = (reduced + FILL) / reduced
     return max(flops * _padding(rows, depth, columns, groups, tile) * filling / flops_per_s, moved_s)
 

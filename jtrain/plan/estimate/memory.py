@@ -97,6 +97,8 @@ class MemoryPlan:
         } | self.temporaries()
 
 
+# The step, then the guard's state: histories, steps left out, `skipped` and `since`, 4 bytes each. On a TPU
+# the histories fill 1,024 bytes, and each of the other four arrays takes 128 lanes.
 _COUNTERS_BYTES = {"gpu": 4 + 4 * (2 * WINDOW + LEFT_OUT + 2), "tpu": 512 + 1024 + 3 * 512}
 """Bytes of the step counter and of the guard's state; TPUs lay out each array in whole tiles."""
 
@@ -155,6 +157,7 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     memory_bytes = collections.Counter[str]()
     for p in layout.params:
         memory_bytes[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
+    # A Counter: 0 for a memory without parameters.
     return memory_bytes["device"], memory_bytes["pinned_host"]
 
 

@@ -182,8 +182,8 @@ class _Step:
     # -----------------------------------------------------------------------------------------------------
 
     def _output_copy(self) -> int:
-        """Attention's output once more, in the order in which the next matmul reads it: XLA saves both without
-        remat, unless an exchange of heads has made that order.
+        """Attention's output once more, in the order in which the next matmul reads it: XLA saves both
+        without remat, unless an exchange of heads has made that order.
         """
         keeps_all = kept_names(self.layout) is None
         return sum(array.bytes for array in self.saved if keeps_all and array.name == "attention_q")
@@ -223,8 +223,8 @@ class _Step:
     # -----------------------------------------------------------------------------------------------------
 
     def loss(self) -> Temporaries:
-        """Temporaries of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
-        dtype.
+        """Temporaries of the loss: a chunk's float32 logits, their exponentials, and their gradient in the
+        compute dtype.
 
         The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
         the hidden states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has
@@ -238,6 +238,7 @@ class _Step:
         kernel = model.d_model * columns
         loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
+            # Logits and their exponentials in float32, their gradient in the compute dtype.
             loss += chunk * columns * (2 * _F32 + self.compute)
             loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
         else:
@@ -277,8 +278,8 @@ class _Step:
         )
 
     def embedding(self) -> Temporaries:
-        """Temporaries of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
-        devices.
+        """Temporaries of the embedding's gradient: a float32 scatter of the residual stream's, then a sum
+        over devices.
         """
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
@@ -308,6 +309,7 @@ class _Step:
             gathered = self.param * self._elements(gathered_params, lambda p: p.param)
             if spec.zero_stage == 1:
                 gradients += shards
+            # First all gradients, later their shards with the gathered parameters: the larger moment counts.
             if shards + gathered > gradients:
                 gradients, weights = shards, gathered
         streams = any(spec.offload.share(name) > 0 for name in ("optimizer", "gradients")) or (

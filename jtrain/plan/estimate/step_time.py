@@ -184,11 +184,13 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     attention_forward_s, attention_backward_s = (assume.computation * pass_s for pass_s in attention_s(job))
     forward_s = multiply.layers["forward"] + attention_forward_s + passes.forward_s
     by_input_s = (
+        # What is computed again runs in the backward pass, right before the gradients that need it.
         multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
     )
     by_weight_s = multiply.layers["by_weight"]
     accumulated = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     gradient_bytes = itemsize(layout.precision.param_dtype)
+    # The sum is read and written, the new gradient is read.
     bytes_per_sum = 2 * itemsize(layout.precision.grad_accum_dtype) + gradient_bytes
     accumulate_s = spec.microbatches * accumulated * bytes_per_sum / hbm if spec.microbatches > 1 else 0.0
 
@@ -205,6 +207,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     efficiency, slowdown = assume.network_of(device), assume.slowdown_of(device)
     collective_times = exposed_network(job, job.machine, hiding, efficiency=efficiency, slowdown=slowdown)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
+    # Each pass hides copies behind its own computation only: time to spare in one does not help the other.
     exposed_loop_s = max(0.0, forward_copy_s - forward_s) + max(
         0.0, backward_copy_s - by_input_s - by_weight_s
     )
@@ -223,11 +226,14 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         exposed_loop_s + max(0.0, state_copy_s - optimizer_s),
         tokens=job.tokens,
         mfu=0.0,
+        # Collectives and copies do not depend on a device's clock.
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
     if layout.pipeline is not None:
         waits_s = sum((time.exposed_s for time in collective_times if time.collective.in_layers), 0.0)
+        # Sums are added to where gradients of weights are made: in W, or in an unsplit B.
         stage_seconds = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
+        # A pipeline has exactly one such collective; otherwise unpacking fails.
         [message_s] = [
             time.total_s / time.collective.count
             for time in collective_times
@@ -275,10 +281,12 @@ def _update(
     if not plan.host_argument_bytes + plan.host_gradients:
         return device_s, 0.0
     link = _host_link(machine, assume)
+    # Sums in host memory come to the device for the norm first, before any update can begin.
     norm_s = plan.host_gradients / link
     if not layout.updates_on_host or not plan.host_optimizer:
         return device_s, norm_s + (plan.host_argument_bytes + plan.host_gradients) / link
     share = plan.host_optimizer / state
+    # The figure is of a whole host, whose cores update the shards of all its devices.
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host
     # Gradients are copied to the host, unless their sums are there; parameters back.
     gradient_bytes = 0 if plan.host_gradients else elements * share * _F32
@@ -303,6 +311,7 @@ def _loop_copies(
     fetched_s, saved_s, sums_s = (
         s_per_byte * size for size in (plan.host_parameters, plan.host_activations, plan.host_gradients)
     )
+    # A single microbatch has no sum to fetch, and only stores its gradients.
     all_sums_s = sums_s * (1 if layout.spec.microbatches == 1 else 2)
     return max(fetched_s, saved_s), fetched_s + saved_s + all_sums_s, 2 * (fetched_s + saved_s) + all_sums_s
 

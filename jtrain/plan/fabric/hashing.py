@@ -35,6 +35,7 @@ def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     expected = float(first_limit)  # some link has at least the mean
     for limit in range(first_limit, balls + 1):
         at_most = _coefficient(mass[lightest : limit + 1], links, balls - links * lightest) / total
+        # Further terms are smaller still.
         if at_most > 1 - 1e-9:
             break
         expected += 1 - max(0.0, at_most)

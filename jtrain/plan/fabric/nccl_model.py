@@ -251,6 +251,7 @@ def _nvls(group: Group, kind: Reduction) -> Iterator[Estimate]:
     if channels.count < 2 or (kind != "all-reduce" and (group.nodes > 1 or node.gpus > MAX_GATHERED)):
         return
     switch_gb_per_s = (
+        # The factors of the switch's bandwidth are those of NCCL's sources, like those of a tree.
         channels.gb_per_s * published.NVLS_EFFICIENCY[node.generation] * (channels.count - 1) / channels.count
     )
     switch_gb_per_s *= 2 if kind == "all-reduce" else (node.gpus - 1) / node.gpus
@@ -274,6 +275,7 @@ def _nvls(group: Group, kind: Reduction) -> Iterator[Estimate]:
 
 def _pat(group: Group) -> Estimate:
     """Parallel aggregated trees, for hosts of one GPU."""
+    # 3.5, 2.8 and 0.75 are constants of NCCL's sources.
     hops = int(math.log2(group.nodes)) * _hop_us(group, "PAT", SIMPLE) / 3.5
     latency = published.BASE_US["PAT"][SIMPLE] + hops + group.ranks * 2.8
     return Estimate("PAT", "Simple", latency, group.node.ring().total * 0.75)

@@ -62,8 +62,10 @@ def spine_traffic(fabric: Fabric, kind: CollectiveKind, *, connections: int, sca
     )  # an adapter's rate by an uplink's
     per_host = fabric.device.host.devices // fabric.rails
     if kind == "all-to-all":
+        # An adapter shares its rate among its flows to all other hosts, those under its own leaf included.
         peers = hosts - network.hosts_per_leaf  # of the same rail, under other leaves
         return SpineTraffic(fabric.adapters_per_leaf * peers, links, adapter_demand / (hosts - 1), hashed)
+    # Leaf by leaf, a ring leaves a leaf from one host only: through that host's adapters of this rail.
     adapters = fabric.adapters_per_leaf if scattered else per_host
     return SpineTraffic(adapters * connections, links, adapter_demand / connections, hashed)
 

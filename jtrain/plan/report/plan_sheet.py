@@ -300,6 +300,7 @@ def _cost_lines(sheet: Sheet) -> list[str]:
     if cost.energy_j is not None:
         assert machine.device.power_w is not None
         energy = (
+            # A megawatt-hour is 3.6e9 J.
             f"{cost.energy_j / 3.6e9:,.1f} MWh, {cost.energy_j / cost.tokens:.2g} J per token, at "
             f"{machine.device.power_w:,.0f} W per device (its maximum; without hosts and cooling)"
         )

@@ -138,6 +138,7 @@ def point_of(
 def fewest_devices(model: Transformer, device: str) -> int:
     """The smallest power of two of devices that train a model with ZeRO-3 and full remat."""
     hbm_bytes = make_machine(device, 1).hbm_bytes
+    # Up to 8,192 devices.
     for k in range(14):
         # ZeRO-3 splits the model's dimension evenly, so larger powers fail too.
         if model.d_model % 2**k:
@@ -161,6 +162,7 @@ def _shapes() -> Iterator[dict[str, Any]]:
     for width in range(512, 30_720, 512):
         next_width = width + 512
         # As deep as the next width's shallowest model is large, so that sizes leave no gap.
+        # Size goes with layers * width^2, so the next width's shallowest model has next_width^3 / 128.
         first, last = width // 128, max(width // 128, next_width**3 // width**2 // 128)
         for layers in range(first, last + 1):
             yield dict(

@@ -83,6 +83,7 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
         )
     if row.kind != "all-gather" and settings.get("precision.reduce_dtype") != "bfloat16":
         return "precision.reduce_dtype=bfloat16 halves the bytes of the gradient reduction"
+    # No setting is left that sends fewer bytes.
     return "more tokens per device and step hide it: try a larger data.global_batch"
 
 
@@ -138,6 +139,7 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
 
 def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str | None:
     remat = breakdown.settings.get("layout.remat")
+    # Nothing is recomputed then, and against padding there is no setting.
     if remat == "none":
         return None
     factor = step.chain.get("instruction")

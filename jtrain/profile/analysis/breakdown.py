@@ -155,6 +155,7 @@ def break_down(
         communication=comm_rows(events, facts, len(trace.steps) * trace.num_devices),
         clocks=clock_loss.sample_tracks(dict(sampled), start_ns, end_ns),
         memory=[MemoryRow(**row) for row in facts["memory"]],
+        # What follows from the programs' text, or from this breakdown: `analyse` fills it in.
         live=None,
         pipeline=None,
         coverage=_coverage(events),
@@ -191,12 +192,14 @@ def _step(
         return math.fsum(getattr(row, name) for row in devices) / num_devices
 
     step_flops = float(facts["step_flops"]) if facts["step_flops"] else None
+    # Figures of an op, spread over the events that are its executions.
     flops = np.array([op.flops for op in events.ops], float)[events.op]
     # Sums over all devices, so divided by their number: the chain is that of the mean device.
     links, seconds = chopper_chain(
         mean("compute_s"),
         overlap_s=float(losses.overlap_s[is_in_step].sum()) / num_devices,
         clocks_s=float(losses.clocks_s[is_in_step].sum()) / num_devices,
+        # Of all devices of the run, where the sums beside it are of those that this trace shows.
         model_flops=None if step_flops is None else step_flops / facts["num_devices"],
         program_flops=float(flops[is_in_step].sum()) / num_devices,
         peak_flops=peaks.flops,
@@ -249,6 +252,7 @@ def _step(
 
 def _coverage(events: Events) -> float:
     """Share of device time spent in ops that have a layer and a phase other than "other"."""
+    # `own_s` and not durations: time of several ops at once would count several times.
     has_scope = np.array([bool(op.layer) and op.phase != "other" for op in events.ops], bool)[events.op]
     total_s = events.own_s.sum()
     return float(events.own_s[has_scope].sum() / total_s) if total_s else 0.0

@@ -70,6 +70,7 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
         clocks_lost_s={cause: value or 0.0 for cause, value in dicts("clocks_lost_s").items()},
         energy_j=mean(step.energy_j for step in steps),
         mfu=dicts("mfu"),
+        # Devices have means of their own: `by_device`.
         devices=[],
     )
 
@@ -158,6 +159,7 @@ def by_device(breakdown: Breakdown) -> list[DeviceMean]:
     return [
         DeviceMean(
             device,
+            # Busy is computing or in a collective; what is exposed of the latter is beside no computation.
             compute_s=per_step_s(device, "busy_s") - per_step_s(device, "exposed_communication_s"),
             communication_s=per_step_s(device, "communication_s"),
             exposed_communication_s=per_step_s(device, "exposed_communication_s"),
@@ -218,6 +220,7 @@ def pipeline_line(track: PipelineTrack) -> str:
         name: statistics.fmean(getattr(step, name) for step in track.steps)
         for name in ("instructions", "ends")
     }
+    # A process sees its own workers only.
     worker_range = (
         "" if len(track.workers) == track.stages else f", workers {track.workers[0]} to {track.workers[-1]}"
     )
@@ -241,6 +244,7 @@ def comm_name(row: CommRow) -> str:
 
 def op_location(row: OpRow) -> str:
     """`layers/mlp, backward`."""
+    # The optimizer is a layer and a phase of the same name, which is said once.
     return ", ".join(dict.fromkeys(word for word in (row.layer, row.phase) if word)) or "unknown"
 
 

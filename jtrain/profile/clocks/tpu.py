@@ -41,6 +41,7 @@ class Tpu(ClockSource):
             if data is not None:
                 self.notes.add(f"clocks: tpu_throttle_score has no entry for TPU {self._numbers[device]}.")
             return Reading()
+        # Each point of the score is 10 % below full speed.
         return Reading(sm_mhz=FULL_MHZ * (1 - score / 10), reasons=THROTTLED if score else 0)
 
 

@@ -149,6 +149,7 @@ def print_comparison(comparison: ProfileComparison, console: Console) -> None:
         ("communication", comparison.communication, "collective"),
     ):
         visible = [change for change in changes if abs(change.growth_s) >= MIN_SHARE * comparison.a_s]
+        # Sorted by growth: the last three are what shrank most.
         listed_changes = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
         count = (
             f"{len(listed_changes)} of {len(changes)}; changes below {MIN_SHARE:.1%} of a step are left out"
@@ -165,6 +166,7 @@ def _by_growth(changes: Iterable[Change]) -> list[Change]:
 
 
 def _ops(a: Breakdown, b: Breakdown) -> list[Change]:
+    # The layer too: compilers number ops anew, and `fusion.12` of one program may be elsewhere in the other.
     by_key_a, by_key_b = ({(op.name, op.phase, op.layer): op for op in breakdown.ops} for breakdown in (a, b))
     common_keys = by_key_a.keys() & by_key_b.keys()
     changes = [_change(key[0], [by_key_a[key]], [by_key_b[key]], a, b) for key in common_keys]
@@ -199,6 +201,7 @@ def _change(name: str, ops_a: list[OpRow], ops_b: list[OpRow], a: Breakdown, b: 
             terms["theoretical"] += sign * per_step(breakdown, op.theoretical_s or 0.0)
             for term, lost in op.lost.items():
                 terms[term] += sign * per_step(breakdown, lost)
+    # All of them have one phase and one layer, so any stands for their place.
     return Change(name, figures.op_location([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
 
 

@@ -70,6 +70,7 @@ def page_of(breakdown: Breakdown) -> Page:
     return Page(
         title,
         sections,
+        # Not capitalize(), which would write the device's name in small letters.
         heading=title[0].upper() + title[1:],
         introduction=[figures.headline(breakdown)],
         tiles=_tiles(breakdown, facts),
@@ -222,6 +223,7 @@ def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
             facts.cell(f"steps.{i}.duration_s", seconds),
             facts.cell(f"steps.{i}.energy_j", lambda value: number(value, "J")),
         )
+    # Of the mean step: a part that is unknown in one step only keeps its name in the legend.
     names = {part.name: part.key for part in figures.parts_of(mean_step(breakdown))}
     return [Picture(charts.legend(names)), table]
 
@@ -229,6 +231,7 @@ def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
 def _communication(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
     if not breakdown.communication:
         return ["No collective ran in this window."]
+    # 1.0 where every collective took no time: bars are divided by it.
     longest = max(comm.total_s for comm in breakdown.communication) or 1.0
     names = ("exposed", "total", "bytes sent", "planned", "sent/planned", "bandwidth")
     columns = words("collective") + bars(f"0 to {seconds(longest)}") + numbers(*names)
@@ -291,6 +294,7 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
 def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[str | Cell]:
     def took(value: float | None) -> Cell:
         per_step_s = None if value is None else per_step(breakdown, value)
+        # Unknown times sort below all others.
         return Cell(seconds(per_step_s), sort=-1.0 if per_step_s is None else per_step_s)
 
     lost, cause = per_step(breakdown, op.lost_s), figures.main_cause(op)

@@ -1,1 +1,1 @@
-"""A step's own account of itself: collectives, products and saved arrays, read off traces of its functions."""
+"""A step's own account of itself: collectives, products and saved arrays, read off its functions' traces."""

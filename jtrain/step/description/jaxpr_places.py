@@ -29,9 +29,11 @@ def inner_place(eqn: Any, place: JaxprPlace) -> JaxprPlace:
     """Place of an equation, and of the jaxprs that it calls."""
     stack, when = str(eqn.source_info.name_stack), place.when
     names = list(place.scope)
+    # Transposed equations are the backward pass; `again` stays, although it runs within one.
     if "transpose(" in stack and when == "forward":
         when = "backward"
     for name in filter(None, _TRANSFORMATION.sub("", stack).split("/")):
+        # JAX's own scope around what `jax.checkpoint` computes a second time.
         if name == "rematted_computation":
             when = "again"
         else:
@@ -60,8 +62,10 @@ def counted_branch(params: dict[str, Any]) -> Any:
 
 def called_jaxpr(params: dict[str, Any]) -> Any:
     """The jaxpr that an equation calls once, or None."""
+    # Primitives name the parameter differently.
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(name)
+        # Closed or open jaxpr: both have equations, and the closed one holds the open one.
         if inner is not None and hasattr(inner, "eqns"):
             return getattr(inner, "jaxpr", inner)
     return None
@@ -72,6 +76,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
+            # Branches of a conditional are a tuple of jaxprs.
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
                     yield from equations(getattr(inner, "jaxpr", inner))

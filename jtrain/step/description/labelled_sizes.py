@@ -219,13 +219,14 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # the larger primes below.
         labels = {letter: next(smallest_primes) for letter in ("xc" if layout_class.few else "c")}
         fixed_factors *= math.prod(labels.values())
-    # An exchange in one piece takes few tokens, one in several takes many. JAX counts the devices of a mesh in
-    # 32 bits, so their labels are small.
+    # An exchange in one piece takes few tokens, one in several takes many. JAX counts the devices of a mesh
+    # in 32 bits, so their labels are small.
     first_prime = 5 if layout_class.pieces == 1 else 11
     small_primes, large_primes = (
         (n for n in range(first, 10_000) if _is_prime(n) and fixed_factors % n)
         for first in (first_prime, 101)
     )
+    # Several pieces need many tokens: rows and positions get large primes.
     many = "bl" if layout_class.pieces > 1 else ""
     letters = "btlwezrsdkghfxvyp"
     labels = {name: next(large_primes if name in many else small_primes) for name in letters} | labels
@@ -326,12 +327,16 @@ def label_values(
         "l": Fraction(seq_len, context * tensor * halves),
         "w": mesh.replica,
         "p": mesh.stage,
+        # Overwritten below, where ZeRO's collectives follow the rings of a torus.
         "z": mesh.shape["data"],
         "e": mesh.expert,
         "t": tensor // model.num_kv_heads if layout_class.labels_shared else tensor,
+        # A ratio, as are others: a size that no axis of this layout splits may not be a whole number here.
         "d": Fraction(model.d_model, zero_shards * (tensor if layout_class.shared > 1 else 1)),
         "k": model.num_kv_heads if layout_class.shared > 1 else Fraction(model.num_kv_heads, tensor),
+        # Query heads of a key head; under Ulysses `context` splits the query heads too.
         "g": Fraction(model.num_heads, in_use * (context if layout_class.kv_heads else 1)),
+        # Halved, since rotary embeddings cut a head into halves: `head_dim=2 * labels["h"]` above.
         "h": Fraction(model.head_dim, 2),
         "f": Fraction(model.d_ff, tensor),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
@@ -355,6 +360,7 @@ def evaluate(monomials: Sequence[Monomial], values: Mapping[str, tuple[int, int]
     """The numbers that monomials are in a layout, from the numerators and denominators of `label_values`."""
     numbers: list[int] = []
     for number, powers in monomials:
+        # Multiplied first and divided once: single ratios need not be whole, the number of elements is.
         divisor = 1
         for letter, power in powers:
             numerator, denominator = values[letter]

@@ -61,6 +61,8 @@ def _jaxpr(mesh: AbstractMesh, fn: Any, *args: Any) -> Any:
     # Overlapped ops show their permutes; all others trace as plain XLA, whatever a device would choose.
     forced = {name: "permute" if name in _OVERLAPPED else registry.REFERENCE for name in registry.ops()}
     with registry.on(DEVICES["h200"], forced=forced), for_a_reader():
+        # P() although blocks differ between devices: arguments are one device's blocks already, and only
+        # their shapes matter.
         local = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return jax.make_jaxpr(local)(*args)
 
@@ -105,9 +107,11 @@ def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     of_stages = layout.pipeline is not None
 
     def loop(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
+        # Values are never computed; `unit` stands for 1 / tokens of the batch, `zero` for any number.
         unit, zero = jnp.float32(1), jnp.int32(0)
         trained = trained_part(layout, params)
         sums = GradientSums(layout, trained, zero, zero) if sums_gradients(layout) else None
+        # Where layers add their gradients to sums, these are what JAX differentiates by.
         differentiated = trained if sums is None else sums.trained_arrays(zero_sums(layout, trained))
 
         def forward(trained: Params, probes: Any, x_BLD: Any) -> Any:
@@ -116,6 +120,7 @@ def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
             return x_BLD, losses
 
         (y_BLD, losses), vjp = jax.vjp(forward, differentiated, amax_probes(scaling), x_BLD)
+        # Losses last: `unread_losses` counts from the end of the results.
         return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses))), losses
 
     def chunks(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
@@ -127,12 +132,14 @@ def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
         )
         worker = worker.trace(x_BLD, shared)
         work = ChunkPass(zero, shared, zero, zero)
+        # One slot of each kind, as one microbatch is in flight here.
         y_BLD, kept_slots = worker.forward(work, x_BLD, worker.layer_slots(1))
         backward_inputs = jax.lax.optimization_barrier(
             (kept_slots, worker.stash_slots(1), worker.no_gradients())
         )
         dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *backward_inputs)
         if worker.split:
+            # By this scope readers tell the late pass from the backward pass (`StoredValues.passes`).
             with jax.named_scope(WEIGHT_GRADIENTS):
                 gradients = worker.weight_gradients(work, stashes, gradients)
         return y_BLD, dx_BLD, gradients
@@ -150,6 +157,7 @@ def unread_losses(layout_class: LayoutClass) -> int:
     """
     if layout_class.moe is None or layout_class.staged:
         return 0
+    # Without an update of the router's bias, `load` is None, which is no result of a jaxpr.
     return len(dataclasses.fields(RouterLosses)) - (not layout_class.moe.bias_update_rate)
 
 
@@ -206,6 +214,7 @@ def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
+            # Outside of `local`, as in the step: the update is of whole arrays.
             updated_params = jax.tree.map(
                 lambda p, x: gather_updated(layout, p, mesh, x), param_tree(layout, lambda p: p), params
             )
@@ -221,6 +230,7 @@ def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     def both(blocks: Params, grads: Params, probes: Any, batch: Batch, params: Params, rows: Any) -> Any:
         return gradients(blocks, grads, probes, batch), update(params, rows)
 
+    # A row per device: its share of the loss, and the bad elements of its new state.
     rows = _array((mesh.size, 2), "float32")
     return jax.make_jaxpr(both)(_blocks(layout), summed, probes, _batch(sizes), params, rows)
 

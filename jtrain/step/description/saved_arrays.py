@@ -1,7 +1,7 @@
 """Arrays that a layer saves for its backward pass, read off the jaxpr of a layer that saves its input alone.
 
-`jax.checkpoint` computes in the backward pass again what the forward pass could have saved. So the values that
-such a backward pass computes again, and reads, are those that a layer saves without it.
+`jax.checkpoint` computes in the backward pass again what the forward pass could have saved. So the values
+that such a backward pass computes again, and reads, are those that a layer saves without it.
 """
 
 import collections
@@ -78,6 +78,7 @@ def trace_saved(layout_class: LayoutClass) -> SavedTrace:
 
 def _trace(layout_class: LayoutClass) -> SavedTrace:
     sizes, jaxpr = label_sizes(layout_class), jaxpr_of(layout_class)
+    # The input of a layer is saved in any case, and is no value that the layer computes.
     stream = LAYER_INPUT, residual_stream(sizes), False
     recomputing = _lean(jaxpr, unread=unread_losses(layout_class))
     # What a layer without `jax.checkpoint` saves depends on no name.
@@ -107,8 +108,10 @@ def _labelled(sizes: LabelledSizes, arrays: list[tuple[str, Any, bool]]) -> tupl
     array_bytes: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for name, aval, beside_shard in arrays:
         factor, powers = sizes.monomial(math.prod(aval.shape))
+        # Arrays of the same powers of labels have the same size in every layout, up to a factor.
         array_bytes[name, str(aval.dtype), powers, beside_shard] += factor * aval.dtype.itemsize
     return tuple(
+        # A size without a label of tokens does not grow with the batch: a copy of weights.
         LabelledArray(name, dtype, (factor, powers), TOKENS.isdisjoint(dict(powers)), beside_shard)
         for (name, dtype, powers, beside_shard), factor in array_bytes.items()
         if factor

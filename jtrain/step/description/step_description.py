@@ -1,8 +1,7 @@
-"""Products, collectives, memory and passes over it of a train step, read off abstract traces of its own functions.
+"""Products, collectives and memory traffic of a train step, read off abstract traces of its own functions.
 
 Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
-of the
-class: over depth, devices and batch, in a fraction of a millisecond.
+of the class: over depth, devices and batch, in a fraction of a millisecond.
 
 Not traced are the collectives that the partitioner adds: of the gradient norm, and under Muon, which updates
 whole matrices. Nor is the order of a pipeline's ticks, which its schedule says (`jtrain.pipeline`).
@@ -168,6 +167,7 @@ class StepDescription:
                     "pinned_host" if array.name in names_on_host else "device",
                 )
                 for array, size in zip(arrays, sizes, strict=True)
+                # Without `tensor`, a gathered array is its own shard, which is listed already.
                 if self.layout.mesh.tensor > 1 or not array.beside_shard
             ]
 
@@ -175,6 +175,7 @@ class StepDescription:
         named_bytes = collections.Counter[str]()
         for array in named:
             named_bytes[array.name] += array.bytes
+        # None: layers without `jax.checkpoint` save all that their backward pass reads, named or not.
         if names is None:
             return named_bytes, tuple(saved(trace.every))
         return named_bytes, tuple(array for array in named if array.name in (LAYER_INPUT, *names))
@@ -218,10 +219,12 @@ class StepDescription:
     def products(self) -> list[StepProduct]:
         """The products with weights on one device."""
         products: list[StepProduct] = []
+        # An embedding is a look-up, and the end of a step multiplies nothing.
         for part in ("layers", "loss"):
             trace, values = self._parts[part]
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
+                # A trace is of one microbatch, or of one layer of a pipeline.
                 count *= self._repeats(part)
                 products.append(StepProduct(part, product.when, product.in_8_bits, count, *sizes))
         return products
@@ -255,6 +258,7 @@ class StepDescription:
         sizes: dict[Any, float] = {}
         moments: list[Moment] = []
         for moment in trace.memory.moments:
+            # On one device along `tensor` a shard and the gathered array are one array.
             arrays = moment.bytes + (moment.shards if has_shards else ())
             for _, powers in arrays:
                 if powers not in sizes:
@@ -317,6 +321,7 @@ def _sums_of_squares(layout: Layout) -> list[StepCollective]:
     """Terms of the gradient norm: the partitioner sums one dimension of a parameter after the other."""
     collectives: list[StepCollective] = []
     for p in layout.params:
+        # A dimension may be split over several axes, which one all-reduce sums together.
         for split in p.optimizer:
             axes = tuple(axis for axis in axis_names(split) if layout.mesh.shape[axis] > 1)
             if axes:
@@ -336,7 +341,9 @@ def _between_stages(model: Transformer, layout: Layout, tokens: int) -> list[Ste
         return []
     counts = counts_of(layout)
     hops = [hop for hop in (*counts.activation_hops, *counts.cotangent_hops) if hop != StageHop.LOCAL]
+    # LOCAL hops stay within a worker.
     times = len(hops) * counts.num_ticks
+    # The residual stream is split over `tensor` by positions too.
     elements = times * (tokens // layout.mesh.context // layout.mesh.tensor) * model.d_model
     dtype, axes = layout.precision.compute_dtype, ("stage",)
     return [StepCollective("ticks", (), "", "collective-permute", axes, axes, 2, dtype, times, elements)]

@@ -72,6 +72,7 @@ class StoredValues:
         self.arrays, self._views = work.arrays, dict[int, int]()
         self._made_by, self._written = dict[int, StoringStep](), set[int]()
         self.steps = [step for step in map(self._without_views, _joined(work)) if step is not None]
+        # Values made of literals alone, such as masks of positions: a fusion makes them again for free.
         self._constants = set[int]()
         for step in self.steps:
             if not step.is_alone and step.name != KEPT.name and self._constants.issuperset(step.reads):
@@ -79,6 +80,7 @@ class StoredValues:
         self._sources = dict[int, frozenset[int]]()
         self._levels = collections.defaultdict[int, int](int)
         for step in self.steps:
+            # Products, kernels and collectives before a value: fusions of one level can be one pass.
             level = max((self._levels[n] for n in step.reads), default=0) + step.is_alone
             self._levels |= dict.fromkeys(step.results, level)
         returned = (work.returned, *(loop.returned for loop in work.loops))
@@ -107,6 +109,7 @@ class StoredValues:
             reads, writes, accesses = groups.setdefault(key, (set(), set(), []))
             results = [n for n in step.results if n in self._stored]
             if step.name in _KERNELS:
+                # A kernel of its own shares no read with the fusions beside it.
                 accesses += (*step.reads, *step.results)
             elif results and not step.is_alone and step.name != KEPT.name:
                 sources = self._sources_of(step)
@@ -117,6 +120,7 @@ class StoredValues:
                 elif sources:
                     reads |= sources
                     writes |= set(results)
+        # A value that the pass itself writes is read from registers, not from memory.
         for (trips, when, _), (reads, writes, accesses) in groups.items():
             yield (trips, when), [*self._without_overlap(reads - writes), *writes, *accesses]
 
@@ -166,6 +170,7 @@ class StoredValues:
             if step.name != KEPT.name:
                 first |= dict.fromkeys(step.results, position)
                 last |= dict.fromkeys(step.results, position)
+        # What a turn returns lives to its end.
         last |= {n: len(steps) for n in map(self._resolved, loop.returned) if n in last}
         return {n: (first[n], last[n]) for n in first if n in last}
 
@@ -264,6 +269,7 @@ def _joined(work: TracedWork) -> Iterator[StoringStep]:
         scope = attention_scope(operation.place)
         if kernel:
             latest = list(kernel.values())[-1]
+            # The kernel ends where something needs its results, or at a product or a collective.
             results = {n for o in kernel.values() for n in o.results}
             is_next = scope == attention_scope(latest.place) and operation.place.trips == latest.place.trips
             waits = not results.isdisjoint(operation.operands) or operation.name in (*PRODUCTS, *COLLECTIVES)
@@ -284,6 +290,7 @@ def _kernel(operations: dict[int, Operation], readers: dict[int, set[int]]) -> S
     results = [n for operation in operations.values() for n in operation.results]
     made = set(results)
     operands = tuple(dict.fromkeys(n for o in operations.values() for n in o.operands if n not in made))
+    # Values that only the kernel itself reads never leave the chip.
     returned = tuple(n for n in results if readers[n] - operations.keys())
     place = next(iter(operations.values())).place
     return StoringStep(

@@ -81,8 +81,10 @@ def trace_memory(sizes: LabelledSizes, work: TracedWork) -> MemoryTrace:
     values = StoredValues(work)
     # The loop over layers of the backward pass, where there is one.
     loops = [loop for loop in work.loops if any(_is_backward(step) for step in values.steps_of(loop))]
+    # Inner loops, as of a ring or over pieces, lie within the one over layers and are smaller.
     largest = max(loops, key=lambda loop: loop.end - loop.first, default=None)
     used = {n for step in values.steps for n in (*step.reads, *step.results)}
+    # What a loop carries takes memory, even if no step of it reads the value.
     used |= {n for loop in loops for n in loop.carried}
     array_bytes = {n: _bytes_of(sizes, values.arrays[n]) for n in used}
     moments = [] if largest is None else _moments(array_bytes, values, largest)
@@ -136,6 +138,7 @@ def _passes(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledPass
             factor, powers = _times(size, trips, repeats)
             totals[when, powers] += factor
     for (when, powers), factor in totals.items():
+        # Without tokens and in the backward pass: a gradient of a weight, and its sum.
         is_sum = sums_here and when == "backward" and not _is_of_tokens((factor, powers))
         if factor and not is_sum:
             of_experts = _is_of_tokens((factor, powers)) and "c" in dict(powers)
@@ -163,6 +166,7 @@ def _moments(
     steps = values.steps_of(loop)
     # A gradient of a weight has no tokens.
     is_late = [step.name in PRODUCTS and not _is_of_tokens(array_bytes[step.results[0]]) for step in steps]
+    # Gradients of weights last, as compilers schedule them (see above).
     ordered = [step for step, late in zip(steps, is_late, strict=True) if not late]
     ordered += [step for step, late in zip(steps, is_late, strict=True) if late]
     starts, ends = collections.defaultdict[int, set[int]](set), collections.defaultdict[int, set[int]](set)
@@ -171,6 +175,7 @@ def _moments(
             starts[first].add(n)
             ends[last].add(n)
     gathers = [step for step in steps if step.name in ("all_gather", "reduce_scatter")]
+    # The shard and the gathered array, in either order: a reduce-scatter goes the other way.
     pairs = [(step.reads[0], step.results[0]) for step in gathers]
     pairs = [pair for pair in pairs if _differ_by_tensor(*(array_bytes[n] for n in pair))]
     alive = set[int]()
@@ -179,6 +184,7 @@ def _moments(
         # The results of a loop take the places of what it carries.
         if starts[position] and step.name != "scan":
             shards = {
+                # The shard is the one without the factor t, the devices along `tensor`.
                 min(pair, key=lambda n: dict(array_bytes[n][1]).get("t", 0))
                 for pair in pairs
                 if alive.issuperset(pair)
@@ -188,6 +194,7 @@ def _moments(
                 _sums([array_bytes[n] for n in shards]),
                 step.name == "attention" and step.attention.startswith(ops.ATTENTION_BACKWARD),
             )
+        # After the moment: what a step reads last is still there while the step runs.
         alive -= ends[position]
 
 
@@ -210,6 +217,8 @@ def _widest(moments: Iterable[LabelledMoment]) -> list[LabelledMoment]:
     """Moments that are not within another one in every layout of the class."""
     lower_bytes, upper_bytes = dict[LabelledMoment, dict[Any, int]](), dict[LabelledMoment, dict[Any, int]]()
     for moment in moments:
+        # With shards or without, by the layout: a moment lies within another for certain if its most
+        # does not exceed the other's least.
         lower_bytes[moment] = {powers: factor for factor, powers in moment.bytes}
         upper_bytes[moment] = {powers: factor for factor, powers in _sums([*moment.bytes, *moment.shards])}
     widest: list[LabelledMoment] = []
@@ -236,6 +245,7 @@ def _attention(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledA
         heads = [shape for shape in heads if "h" in dict(sizes.monomial(shape[-1])[1])]
         if not heads:
             continue  # what is computed before the loop over layers
+        # Dimension 2 is heads, of which keys have at most as many as queries.
         query, key = (choose(heads, key=lambda shape: shape[2]) for choose in (max, min))
         rows, length, num_heads, size = map(sizes.monomial, query)
         call = LabelledAttention(

@@ -120,6 +120,7 @@ def trace_class(layout_class: LayoutClass) -> PartTrace:
     """Returns the trace of a class of parts, made anew."""
     if layout_class.part != "layers":
         return describe_jaxpr(layout_class, jaxpr_of(layout_class))
+    # One jaxpr serves every choice of names: it keeps the input alone, and `keep_values` marks the rest.
     names = None if layout_class.spec.remat == "none" else layout_class.spec.remat_save
     jaxpr = keep_values(jaxpr_of(input_keeping_class(layout_class)), names)
     return describe_jaxpr(layout_class, jaxpr, unread=0 if names is None else unread_losses(layout_class))
@@ -136,6 +137,7 @@ def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) ->
     collectives = (
         LabelledCollective(
             collective.scope,
+            # The step opens a scope named after the parameter around its collectives.
             next((path for path in paths if ".".join(collective.scope).endswith(path)), ""),
             collective.kind,
             collective.axes,
@@ -189,7 +191,9 @@ def _labelled_product(sizes: LabelledSizes, product: TracedProduct) -> LabelledP
         # On average a device receives as many rows as it sends: its tokens' choices.
         chosen = {"x": "c"}
         rows = rows[0], tuple((chosen.get(letter, letter), n) for letter, n in rows[1] if letter != "e")
+    # Of a jaxpr's backward products that sum over something else, all are gradients of an input.
     when: Gradient = "by_weight" if by_weight else "by_input" if product.when == "backward" else product.when
+    # Loops whose turns are in the sizes now are no longer in the count.
     count = sizes.monomial(trips // math.prod(sizes.labels[loop] for loop, _ in chunk_loops))
     return LabelledProduct(
         when, product.in_8_bits, count, (rows, depth, added_sizes, sizes.monomial(product.groups))

@@ -173,6 +173,7 @@ def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
     # Compilers drop dead code, so it must not count; this also drops what only unread results need.
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
+    # Marks of 0: arguments depend on no collective.
     arguments = [reader.new(0, var.aval) for var in lean.invars]
     returned = reader.follow(lean, arguments, JaxprPlace((), (), "forward"), {})
     return TracedWork(
@@ -217,6 +218,7 @@ class _Reader:
 
     def result(self) -> list[TracedCollective]:
         return [
+            # Only now, since the product that reads a collective comes after it in the jaxpr.
             dataclasses.replace(collective, repeats_products=bool(mark & self.recomputed_marks))
             if mark
             else collective
@@ -251,6 +253,7 @@ class _Reader:
         marks = 0
         for value in operands:
             marks |= value.marks
+        # Before calls are followed: loops and products inside of a kernel are not counted.
         if attention_scope(inner):
             results = [self.new(marks, var.aval) for var in eqn.outvars]
             return self.record(name, operands, results, inner)
@@ -261,6 +264,7 @@ class _Reader:
         if name in ("name", "reduce_precision"):  # `jax.checkpoint` names and rounds what it keeps
             return operands
         if name == "scan":
+            # Operands of a scan: constants, carried values, and arrays of which each turn gets a slice.
             num_consts = len(params["ft_in"].unpack()[0])
             body, length = params["jaxpr"].jaxpr, params["length"]
             if length == 0:  # a ring of two devices has no hop between the first and the last
@@ -268,7 +272,9 @@ class _Reader:
             looped, first = dataclasses.replace(inner, trips=(*inner.trips, length)), len(self.operations)
             # A carried value may depend on all operands after the first turn.
             carried = [self.new(marks, var.aval) for var in body.invars[num_consts:]]
+            # {}: a turn repeats its collectives, and cannot take results from before the loop.
             returned = self.follow(body, [*operands[:num_consts], *carried], looped, {})
+            # A turn returns the carried values first, then what the scan stacks.
             num_carried = len(params["ft_out"].unpack()[0])
             numbers = (tuple(v.number for v in values) for values in (carried[:num_carried], returned))
             self.loops.append(TracedLoop(first, len(self.operations), *numbers))
@@ -277,7 +283,9 @@ class _Reader:
             return self.record(name, operands, results, inner)
         if name == "cond":
             branch = counted_branch(params).jaxpr
+            # Operand 0 is the number of the branch.
             results = self.follow(branch, operands[1:], inner, shared_results)
+            # The branch taken depends on all operands, the number included.
             return [dataclasses.replace(value, marks=value.marks | marks) for value in results]
         if (called := called_jaxpr(params)) is not None:
             # What a checkpoint computes again shares no collective with the computation around it.
@@ -286,6 +294,7 @@ class _Reader:
                 inner = dataclasses.replace(inner, when="backward")
             jaxpr, skipped = called, len(operands) - len(called.invars)
             return self.follow(jaxpr, operands[skipped:], inner, inner_results)
+        # Trips of a while loop are not in the jaxpr, so collectives in one could not be counted.
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
             assert not any(e.primitive.name in COLLECTIVES for body in bodies for e in equations(body)), (
@@ -294,6 +303,7 @@ class _Reader:
         if name in PRODUCTS:
             if inner.when == "again":
                 self.recomputed_marks |= marks
+            # Only with both operands in 8 bits does the product run at the rate of 8 bits.
             in_8_bits = all(value.in_8_bits for value in operands[:2])
             self.products += _product(eqn, inner, in_8_bits=in_8_bits)
         rounded = name in _KEEPS_BITS and (operands[0].in_8_bits or "float8" in str(eqn.invars[0].aval.dtype))
@@ -308,11 +318,13 @@ class _Reader:
         axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         groups = params.get("axis_index_groups")
         results: list[_Value] = []
+        # These return one result per operand, all others one result of all operands.
         has_one_result = name not in ("psum", "psum_invariant", "pmax", "pmin", "ppermute")
         for index, out in enumerate(eqn.outvars):
             result_operands = operands if has_one_result else [operands[index]]
             # Groups are compared by themselves below, as text.
             settings = repr({key: value for key, value in params.items() if key != "axis_index_groups"})
+            # Trips belong to the key: the same collective inside a loop is sent once per turn.
             key = name, place.trips, settings, str(groups), *(value.number for value in result_operands)
             if key not in shared_results:
                 mark = 0
@@ -325,6 +337,7 @@ class _Reader:
                     axes,
                     str(eqn.invars[index].aval.dtype),
                     _whole_shape(name, eqn.invars[index].aval.shape, out.aval.shape),
+                    # All groups have one size.
                     None if groups is None else len(groups[0]),
                     place.scope,
                     place.when,

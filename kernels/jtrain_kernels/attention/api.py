@@ -76,6 +76,7 @@ def attention(
     arrays = q_BLNH, k_BMKH, v_BMKP, segment_BL, segment_BM
     settings: Any = dict(chunk=chunk, window=window, soft_cap=soft_cap, causal=True)
     if sink_N is not None:
+        # Sinks join a pass by its log-partition, so implementations without passes are refused here.
         return _attention(
             passes_for(*arrays, **settings), Mask(True, window, soft_cap), chunk, *arrays, sink_N
         )
@@ -89,7 +90,7 @@ def passes_for(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Passes:
-    """Passes of the implementation that the registry selects for these shapes, to combine blocks, or with sinks.
+    """Passes of the implementation selected for these shapes, to combine blocks, or with sinks.
 
     Args:
       shapes: q_BLNH, k_BMKH, v_BMKP, segment_BL and segment_BM, or their shapes.
@@ -129,6 +130,7 @@ def _in_scope(scope: str, run_pass: Callable[..., Any], *arrays: Array, mask: Ma
         return run_pass(*arrays, mask=mask, chunk=chunk)
 
 
+# Arguments 0 to 2 are no arrays: passes, mask, chunk.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[Array, "B L N P"]:
     """Attention of `arrays`: those that `Passes.forward` takes, and last the sinks if there are any."""
@@ -136,7 +138,9 @@ def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[
 
 
 def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    # q, k, v and both segments; sinks are the sixth array.
     result = passes.forward(*arrays[:5], mask=mask, chunk=chunk)
+    # No sinks or one array of them.
     for sink_N in arrays[5:]:
         result = with_sink(*result, sink_N)
     # Named outside of the implementations, so that a remat policy saves the results of any of them.
@@ -149,6 +153,7 @@ def _vjp_backward(
 ) -> tuple[Array | None, ...]:
     *_, y_BLNP, lse_BNL = saved
     dq, dk, dv = passes.backward(*saved[:5], y_BLNP, lse_BNL, dy_BLNP, mask=mask, chunk=chunk)
+    # Between the five arrays and the two results of the forward pass.
     dsinks = [sink_gradient(y_BLNP, lse_BNL, dy_BLNP, sink_N) for sink_N in saved[5:-2]]
     q_BLNH, k_BMKH, v_BMKP = saved[:3]
     # Passes may return other dtypes; gradients must have those of the arrays.

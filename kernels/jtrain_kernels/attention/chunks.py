@@ -88,8 +88,8 @@ class _Chunk(NamedTuple):
     def scores(
         self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
     ) -> Float[Array, "B K Q M"]:
-        """Scaled and capped scores in float32, -inf where masked; no row is fully masked, because a query sees
-        itself.
+        """Scaled and capped scores in float32, -inf where masked; no row is fully masked, because a query
+        sees itself.
         """
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, self.first : self.stop]

@@ -111,6 +111,7 @@ def _by_ring(
     # A hop's two blocks are stacked along B, each over half of a device's positions.
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
             (q_BLNH, k_BLKH, v_BLKP, segment_BL, segment_BL)]  # fmt: skip
+    # Chosen anew: another implementation may be the fastest for these shapes without a mask.
     hop_passes = passes_for(*half, causal=False, **settings)
     ring = RingAttention(split.axis, split.size, chunk, soft_cap, local_passes, hop_passes)
     return ring_attention(q_BLNH, k_BLKH, v_BLKP, segment_BL, sink_N, ring)
@@ -145,6 +146,7 @@ def _by_heads(
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
     q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKP))
     if sink_N is not None:
+        # The sinks of the heads that the exchange gives this device.
         sink_N = jax.lax.dynamic_slice_in_dim(sink_N, jax.lax.axis_index(split.axis) * (N // c), N // c)
     # Results in the split's order of positions before heads are exchanged back.
     y = _as_split(attention(q, k, v, segment_BM, segment_BM, sink_N=sink_N, **settings), split)

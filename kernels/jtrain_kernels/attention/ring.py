@@ -64,6 +64,7 @@ class RingAttention:
 
     def earlier(self, distance: Array | int) -> Array:
         """True if arrays that were sent `distance` times come from an earlier device than this one."""
+        # After `distance` hops device i has the arrays of i - distance, modulo the size of the ring.
         return jax.lax.axis_index(self.axis) >= distance
 
 
@@ -106,6 +107,7 @@ def _vjp_forward(
     def hop(total: _Result, keys: tuple[Array, ...], distance: Array | int) -> _Result:
         pair = _Pair(ring.earlier(distance))
         k, v, segment = map(pair.keys, keys)
+        # Segments hide keys of other documents; between parts, positions need no further mask.
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
         return pair.join(total, ring.hop_passes.forward(*queries, **ring.hop))
 

@@ -47,8 +47,8 @@ def delta_rule(
       g: log-decay, at most 0, per head [B, L, N] or per channel of the key [B, L, N, H].
       beta_BLN: step size, in (0, 1), or up to 2 with k of length 1.
       initial: state of the tokens before, as returned by the call for them.
-      split: of the row over devices; call it under shard_map. What a part does to a state is a matrix of H * H
-        per head, for which each device runs the recurrence once more, with H columns beside the P of v.
+      split: of the row over devices; call it under shard_map. What a part does to a state is a matrix of H *
+        H per head, for which each device runs the recurrence once more, with H columns beside the P of v.
       scale: by default 1 / sqrt(H).
       normalize: divides q and k by their lengths first.
       chunk: tokens computed at once; a power of two.

@@ -63,8 +63,11 @@ def _group(
     q_ZBKLH, k_ZBKLH = (jnp.moveaxis(x, 2, 3) for x in of_tokens[:2])
     v_ZBKGLP, g_ZBKGLE, beta_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[2:])
     dtype = v_ZBKGLP.dtype
+    # Log of e[i]: the decay from the state before the chunk to each token.
     sum_ZBKGLE = jnp.cumsum(g_ZBKGLE, axis=4)
+    # Tokens of the document that the state before the chunk belongs to; later documents start from zeros.
     reads_ZBL = document_ZBL == before_ZB[..., None]
+    # Tokens of the chunk's last document, whose state alone goes on.
     writes_ZBL = document_ZBL == document_ZBL[..., -1:]
 
     def decayed(x_ZBKLH: Array, log_decay_ZBKGLE: Array, mask_ZBL: Array) -> Array:
@@ -74,12 +77,15 @@ def _group(
 
     k_read, q_read = (decayed(x, sum_ZBKGLE, reads_ZBL) for x in (k_ZBKLH, q_ZBKLH))
     k_write = decayed(k_ZBKLH, sum_after(g_ZBKGLE, 4), writes_ZBL)
+    # The old state goes on only if its document is still the one of the last token.
     keep_ZBKGE = jnp.where(reads_ZBL[:, :, -1, None, None, None], jnp.exp(sum_ZBKGLE[..., -1, :]), 0.0)
 
     kk_ZBKGLM, qk_ZBKGLM = decayed_scores(q_ZBKLH, k_ZBKLH, g_ZBKGLE, visible_pairs(document_ZBL))
+    # beta[i] scales rows here; the beta behind the inverse, in T, scales columns.
     system_ZBKGLM = kk_ZBKGLM * beta_ZBKGL[..., None]
     inverse_RLM = invert_unit_lower(system_ZBKGLM.reshape(-1, *system_ZBKGLM.shape[4:]))
     inverse_ZBKGLM = (inverse_RLM.reshape(system_ZBKGLM.shape) * beta_ZBKGL[..., None, :]).astype(dtype)
+    # T v and T (e k), the parts of u that need no state, for all chunks of the group at once.
     u_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", inverse_ZBKGLM, v_ZBKGLP)
     w_ZBKGLH = einsum("zbkglm,zbkgmh->zbkglh", inverse_ZBKGLM, k_read).astype(dtype)
 
@@ -89,6 +95,7 @@ def _group(
         next_state = state_BKGHP * keep[..., None] + einsum("bkglh,bkglp->bkghp", k_write, u)
         return next_state, (state_BKGHP.astype(dtype), u)
 
+    # Only what needs the state runs chunk by chunk: two matmuls.
     state_BKGHP, (state_ZBKGHP, u_ZBKGLP) = jax.lax.scan(
         advance, state_BKGHP, (u_ZBKGLP, w_ZBKGLH, k_write, keep_ZBKGE)
     )

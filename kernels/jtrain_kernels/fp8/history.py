@@ -49,6 +49,7 @@ def scales(history_Y3S: Float[Array, "Y 3 S"], unit: Float[Array, ""]) -> Float[
     """
     amax_Y3 = jnp.max(history_Y3S, axis=-1)
     first_3 = jnp.stack([jnp.float32(FIRST_X), jnp.float32(1), FIRST_GRADIENT * unit])
+    # 0: not seen yet, as before the first step.
     amax_Y3 = jnp.where(amax_Y3 > 0, amax_Y3, first_3[None])
     forward_Y2 = scale_of(amax_Y3[:, :2], FORWARD, margin=MARGIN)
     return jnp.concatenate([forward_Y2, scale_of(amax_Y3[:, 2:], GRADIENT, margin=MARGIN)], axis=-1)

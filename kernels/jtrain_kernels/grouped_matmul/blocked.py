@@ -55,6 +55,7 @@ def kernel_gradient(
 ) -> Float[Array, "X I O"]:
     """`x^T dy` for each group, float32; zeros for a group without rows."""
     blocks = _Blocks(group_size_X, block_rows)
+    # As above: a slice that starts in the last rows would be moved back.
     padded_TI, padded_TO = (jnp.pad(a, ((0, block_rows), (0, 0))) for a in (x_TI, dy_TO))
 
     def body(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

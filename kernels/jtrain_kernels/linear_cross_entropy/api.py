@@ -137,8 +137,10 @@ def _chunked(
     """Splits hidden states of this device, and targets of all that share the vocabulary, into Z chunks."""
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     # The order within a chunk is that of the all-gather: device by device.
+    # [B, n, positions of a device] -> [B, positions, n]: row t has the targets of the n devices' t-th tokens.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
     target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
+    # [Z, c, n] -> [Z, n, c] -> [Z, C]: the chunk's tokens of device 0 first, as gathered.
     return x_ZcD, target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
 
 
@@ -210,6 +212,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
+# Arguments 3 to 5 are no arrays: z_loss, soft_cap, vocab.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _loss(
     x_ZcD: Array,
@@ -264,6 +267,7 @@ def _forward(
         weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
         softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
         column_C = vocab.column(target_C, logits_CW.shape[1])
+        # No column for targets of other devices, and none for IGNORE, which is below 0.
         is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
         # In x's dtype, so that both gradient matmuls run at the rate of x's dtype.
         dlogits_CW = times_slope(softmax_CW - is_target_CW, logits_CW, soft_cap).astype(x_CD.dtype)
@@ -298,6 +302,7 @@ def _backward(
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
+    # None: targets are integers.
     return scaled(dx_ZcD), scaled(dkernel_DW), None
 
 

@@ -153,6 +153,7 @@ def _summaries(
 def _sums(lse_SC: Array, picked_SC: Array, own_SC: Array, z_loss: float) -> tuple[Array, Array]:
     """Objective and cross entropy in nats."""
     valid_SC = own_SC != IGNORE
+    # All devices have the same summaries; each sums its own tokens.
     nats = jnp.sum(jnp.where(valid_SC, lse_SC - picked_SC, 0.0))
     return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
 

@@ -65,8 +65,11 @@ def _group(
     b_ZBKLS, c_ZBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
     dtype = x_ZBKGLP.dtype
     sum_ZBKGL = jnp.cumsum(log_decay_ZBKGL, axis=4)
+    # Tokens of the document that the state before the chunk belongs to; later documents start from zeros.
     reads_ZBL = jnp.expand_dims(document_ZBL == before_ZB[..., None], (2, 3))
+    # Tokens of the chunk's last document, whose state alone goes on.
     writes_ZBL = jnp.expand_dims(document_ZBL == document_ZBL[..., -1:], (2, 3))
+    # Decay from the state before the chunk to each token, and from each token to the end of the chunk.
     read_ZBKGL = jnp.where(reads_ZBL, jnp.exp(sum_ZBKGL), 0.0)
     write_ZBKGL = jnp.where(writes_ZBL, dt_ZBKGL * jnp.exp(sum_after(log_decay_ZBKGL, 4)), 0.0)
 
@@ -78,6 +81,7 @@ def _group(
         keep_BKG, added = chunk
         return state * keep_BKG[..., None, None] + added, state.astype(dtype)
 
+    # Only this runs chunk by chunk; read of the last token is 0 where another document has begun.
     state_BKGSP, state_ZBKGSP = jax.lax.scan(advance, state_BKGSP, (read_ZBKGL[..., -1], added_ZBKGSP))
     # The products are those of groups; only their decay depends on the head.
     cb_ZBKLM = einsum("zbkls,zbkms->zbklm", c_ZBKLS, b_ZBKLS)

@@ -56,6 +56,7 @@ def gather(x: Array, split: RowSplit) -> Array:
 def take_own(x_RB: Array, split: RowSplit) -> Array:
     """This device's parts of an array of all parts: [all parts, B, ...] -> [parts * B, ...]."""
     device = jax.lax.axis_index(split.axis)
+    # Zig-zag: device i has part i and the i-th part from the end.
     indices = [device, 2 * split.size - 1 - device][: parts_per_device(split)]
     return x_RB[jnp.stack(indices)].reshape(-1, *x_RB.shape[2:])
 
@@ -69,7 +70,9 @@ def segments_before(
       segment: of the stacked parts.
       first_B: segment before the row.
     """
+    # 0 for a part of padding alone, which takes the segment of the part before it below.
     last = fill_padding(segment, jnp.zeros(segment.shape[0], segment.dtype))[:, -1]
+    # Transposed, since parts follow each other here as tokens do in a row.
     after_RB = fill_padding(gather(last, split).T, first_B).T
     before_RB = jnp.concatenate([first_B[None], after_RB[:-1]])
     return take_own(before_RB, split), after_RB[-1]
@@ -110,6 +113,7 @@ def run_row(
         matrix, added = part
         return apply(matrix, state) + added, state
 
+    # Before any state is known: what a part does to a state does not depend on the state.
     of_parts = [gather(x, split) for x in transition(arrays, document)]
     # Every device combines all parts: products of states of a few heads, too small to be worth more messages.
     last_BNHP, before_RBNHP = jax.lax.scan(step, start.state_BNHP, (of_parts[0], of_parts[1]))

@@ -76,6 +76,7 @@ def decayed_scores(
     )
     products = products_RXLM.reshape(Z, B, K, G, 2, L, L)
     kk, qk = (jnp.where(visible_ZBLM[:, :, None, None], products[..., x, :, :], 0.0) for x in range(2))
+    # A token with itself, which `_halved_scores` leaves out: it has no decay.
     own_RL = jnp.sum(q_RLH.astype(jnp.float32) * k_RLH.astype(jnp.float32), axis=-1)
     own_ZBKGLM = (own_RL[..., None] * jnp.eye(L)[None]).reshape(kk.shape)
     return kk, qk + own_ZBKGLM
@@ -99,6 +100,7 @@ def _halved_scores(x_RXLH: Array, k_RLH: Array, sum_RLH: Array) -> Float[Array, 
     late = x_RXLH[:, :, half:] * jnp.exp(sum_RLH[:, half:] - middle_R1H)[:, None]
     early = k_RLH[:, :half] * jnp.exp(middle_R1H - sum_RLH[:, :half])
     across = einsum("rxlh,rmh->rxlm", late.astype(dtype), early.astype(dtype))
+    # Both halves in one call, stacked along the rows R.
     halves = (jnp.concatenate(jnp.split(x, 2, axis=-2)) for x in (x_RXLH, k_RLH, sum_RLH))
     return _lower_blocks(_halved_scores(*halves), across)
 
@@ -107,7 +109,9 @@ def invert_unit_lower(a_RLL: Float[Array, "R L L"]) -> Float[Array, "R L L"]:
     """Inverse of I + a, a strictly lower triangular, by halves: [[A, 0], [X, B]] has -B^-1 X A^-1 below."""
     half = a_RLL.shape[-1] // 2
     if half < 2:
+        # One element below the diagonal, or none: a @ a is 0.
         return jnp.eye(a_RLL.shape[-1])[None] - a_RLL
+    # Both blocks of the diagonal in one call.
     halves = invert_unit_lower(jnp.concatenate([a_RLL[:, :half, :half], a_RLL[:, half:, half:]]))
     early, late = jnp.split(halves, 2)
     # 2 / 3 of L^2 FLOPs per token: full float32 costs little, and the error of an inverse grows.

@@ -30,9 +30,11 @@ def scan_tokens(
     ) -> tuple[tuple[Array, Array], Array]:
         (state, last_B), (segment_B, values) = carry, token
         is_padding_B = segment_B == 0
+        # Padding ends no document.
         continues_B = is_padding_B | (segment_B == last_B)
         state = jnp.where(continues_B[:, None, None, None], state, 0.0)
         next_state, y_BNP = step(state, values)
+        # The state after padding is the one before it; the result there means nothing.
         state = jnp.where(is_padding_B[:, None, None, None], state, next_state)
         return (state, jnp.where(is_padding_B, last_B, segment_B)), y_BNP
 

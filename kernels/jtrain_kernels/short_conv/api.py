@@ -74,6 +74,7 @@ def short_conv(
             "data.seq_len larger or mesh.context smaller."
         )
     tail = slice(x.shape[1] - (W - 1), None)
+    # Padding included: the next part's first token comes right after it, and segments part them.
     own_tail = LeftContext(x[:, tail], segment[:, tail])
     # Contexts of all parts, each after the part before; a part's own tail is the context of the next one.
     contexts_after = jax.tree.map(lambda array: parts.gather(array, split), own_tail)
@@ -97,8 +98,10 @@ def _last_inputs(x_BLC: Array, segment_BL: Array, left: LeftContext) -> LeftCont
         jnp.concatenate([context_part, own_part], axis=1)
         for context_part, own_part in ((left.x_BWC.astype(x_BLC.dtype), x_BLC), (left.segment_BW, segment_BL))
     )
+    # From 1 on, so that a row of padding alone has count 0 and keeps its context.
     position_L = jnp.arange(1, segment_BL.shape[1] + 1)
     count_B = jnp.max(jnp.where(segment_BL > 0, position_L[None], 0), axis=1)
+    # The context comes first in x, so token count_B - 1 is at count_B - 1 + taps: the last index here.
     index_BW = count_B[:, None] + jnp.arange(taps)[None]
     return LeftContext(
         jnp.take_along_axis(x, index_BW[..., None], axis=1), jnp.take_along_axis(segment, index_BW, axis=1)
@@ -120,6 +123,7 @@ def _taps(
     segment = jnp.concatenate([left_segment_BW, segment_BL], axis=1)
     y_BLC = jnp.zeros(x_BLC.shape, jnp.float32) if bias_C is None else bias_C.astype(jnp.float32)[None, None]
     for w in range(W):
+        # x is shifted by the W - 1 inputs of the context: tap w of token l is at l + w.
         same_BL = segment[:, w : w + L] == segment_BL
         tap_BLC = jnp.where(same_BL[..., None], x[:, w : w + L].astype(jnp.float32), 0.0)
         y_BLC = y_BLC + kernel_WC[w].astype(jnp.float32)[None, None] * tap_BLC

@@ -15,6 +15,7 @@ def short_conv_reference(
 ) -> Float[Array, "B L C"]:
     """`y[l] = silu(bias + sum over w of kernel[w] x[l - (W - 1) + w])` over taps of the token's segment."""
     L, W = x_BLC.shape[1], len(kernel_WC)
+    # Position that each tap reads; below 0 before the row, where it counts as 0.
     tap_LW = jnp.arange(L)[:, None] - (W - 1) + jnp.arange(W)[None]
     index_LW = jnp.maximum(tap_LW, 0)
     sees_BLW = (tap_LW >= 0)[None] & (segment_BL[:, index_LW] == segment_BL[:, :, None])

@@ -110,6 +110,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
             byte_range = self.headers.get("Range") or self.headers.get("Content-Range")
             request = StoreRequest(self.command, unquote(parts.path), query, byte_range, token, sent)
             store.requests.append(request)
+            # After the request is noted: a test sees what a client asked of a silent server.
             store.answering.wait()
             if not store.reaches():
                 self.close_connection = True
@@ -121,6 +122,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
                 return
             if isinstance(fault, int):
                 status, headers, body = fault, {}, b"{}"
+            # Cut before the length is sent, so that the connection shows nothing wrong.
             body = body[: len(body) // 2] if fault == "less" else body
             self.send_response(status)
             for key, value in headers.items():
@@ -128,6 +130,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":
+                # Cut after the length was sent: the client misses the rest when the connection ends.
                 self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
             self.close_connection = self.close_connection or fault == "cut"
 
@@ -141,6 +144,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
             pass  # the client has disconnected
 
     server = Server(("127.0.0.1", 0), Handler)
+    # Clients keep connections open, whose threads must not hold up the end of a test.
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -165,6 +169,7 @@ def _entry(store: Store, name: str) -> dict[str, Any]:
 
 def _current_generation(store: Store, request: StoreRequest) -> int:
     name = request.query.get("name", request.path.rpartition("/o/")[2])
+    # 0 is the condition of a client that wants to create an object.
     return store.generations.get(name, 1) if name in store.files else 0
 
 
@@ -185,6 +190,7 @@ def _write_unconditionally(store: Store, request: StoreRequest) -> Reply:
         name = request.path.removeprefix("/resumed/")
         store.parts[name] = store.parts.get(name, b"") + request.body
         if request.range and request.range.endswith("/*"):
+            # The size is unknown (`*`) until the last request: 308 asks for the next part.
             return 308, {"Range": f"bytes=0-{len(store.parts[name]) - 1}"}, b""
         store.files[name] = store.parts.pop(name)
         return as_json(_entry(store, name))
@@ -220,6 +226,7 @@ def answer_google(store: Store, request: StoreRequest) -> Reply:
         for name in sorted(store.files):
             name_below = name.removeprefix(prefix)
             if name.startswith(prefix) and delimiter and delimiter in name_below:
+                # Names below a folder are listed as the folder.
                 prefixes.add(prefix + name_below.partition(delimiter)[0] + delimiter)
             elif name.startswith(prefix):
                 items.append(_entry(store, name))

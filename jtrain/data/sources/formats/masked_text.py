@@ -48,6 +48,7 @@ class MaskedText(str):
         for chat in rendered:
             texts.append(cls(chat.text, chat.learned))
             texts[-1].of_template, texts[-1].ends = not rule.template.is_built_in, chat.ends
+        # The first turn stands for the record where only one text is asked for.
         if len(texts) > 1:
             texts[0].turns = tuple(texts)
         return texts[0]
@@ -92,6 +93,7 @@ class MaskFields:
     @property
     def digest(self) -> str:
         """Hash of all that decides what a chat becomes, for names of files."""
+        # By the text of `__str__`, which changes with all that the mask depends on.
         return hashlib.blake2b(str(self).encode(), digest_size=8).hexdigest()
 
     def value_of(self, read: Callable[[str], Any]) -> Any:

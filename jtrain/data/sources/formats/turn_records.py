@@ -21,8 +21,8 @@ class TurnRecords(Records):
     Opening it reads and renders every chat, to learn how many records it is; the counts are kept in the cache
     folder, like the starts of lines.
 
-    Example: of three chats the second is split into three turns. Records 0 to 4 are chat 0, the three turns of
-    chat 1, and chat 2.
+    Example: of three chats the second is split into three turns. Records 0 to 4 are chat 0, the three turns
+    of chat 1, and chat 2.
 
     Args:
       chats: the chats of the file.

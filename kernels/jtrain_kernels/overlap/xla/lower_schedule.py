@@ -123,6 +123,7 @@ def reduce(
         elif isinstance(instruction, Wait) and instruction.until == "arrived":
             memory[instruction.place] = arriving[instruction.place].popleft()
         elif isinstance(instruction, Compute):
+            # Places are those of rank 0's program, which is traced for all; the number is this rank's.
             memory[instruction.into] = compute(_number(schedule, step, rank))
         elif isinstance(instruction, Reduce):
             # Partial sums arrive in wire_dtype and are added in the dtype of `compute`, normally float32.
