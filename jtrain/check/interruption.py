@@ -28,7 +28,7 @@ COMPARED = ("loss_nats", "grad_norm", "learning_rate", "tokens", "batch_hash")
 
 
 class StopAfter(Callback):
-    """Asks the process to stop after a step, as a scheduler does."""
+    """Asks the process to stop during the step after `step`, as a scheduler does."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -47,10 +47,11 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
     """
     unbroken, broken = scratch / "unbroken", scratch / "broken"
     options: Any = dict(config_text=config_text, devices=jax.devices()[: run.mesh.size])
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         codes = [
             train(run, workdir=unbroken, **options),
-            train(run, workdir=broken, watchers=(StopAfter(STEPS // 2),), **options),
+            train(run, workdir=broken, watchers=(StopAfter(STEPS // 2 - 1),), **options),
             train(run, workdir=broken, **options),
         ]
     if codes != [DONE, STOPPED, DONE]:
@@ -66,13 +67,17 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
     layout, optimizer = run_layout(run), make_optimizer(run)
     like = abstract_state(layout, optimizer, make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
     states = [
-        restore(folder / "checkpoints", STEPS, like, order=layout.layer_order)[0] for folder in (unbroken, broken)
+        restore(folder / "checkpoints", STEPS, like, order=layout.layer_order)[0]
+        for folder in (unbroken, broken)
     ]
     leaves = [jax.tree_util.tree_leaves_with_path(jax.device_get(state)) for state in states]
     for (path, a), (_, b) in zip(*leaves, strict=True):
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():
             raise Differs(f"state of step {STEPS} differs in {jax.tree_util.keystr(path)}")
-    return f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the state, bit for bit"
+    return (
+        f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the state, bit "
+        "for bit"
+    )
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:

@@ -47,36 +47,33 @@ class Reference:
         """
         trainer = Trainer(run)
         course = trainer.train([s.arrays for s in self.samples], self.first_state, evaluates=True)
-        self._compare_tokens(course)
-        worst = self._differences(course)
-        if worst.over:
-            worst.refuse(self._record(trainer))
+        self._compare_counts(course)
+        worst, place = self._differences(course), self._first_place(course)
+        if worst.over or place:
+            tensor = worst.text if worst.over else "nats of an evaluation"
+            others = f" and {worst.over - 1} others" if worst.over > 1 else ""
+            raise Differs(f"{tensor}{others}; first record that differs: {place or self._record(trainer)}")
         return f"{len(self.course.losses)} updates; {worst.text}"
 
-    def _compare_tokens(self, course: Course) -> None:
-        """Raises Differs for what must be the same bits, and for nats of a token."""
-        sample = self.samples[0]
+    def _compare_counts(self, course: Course) -> None:
+        """Raises Differs for what must be the same bits."""
+        names = ("batch hash", "targets", "applied", "learning rate", "elements that are not finite")
         for step, (got, want) in enumerate(zip(course.exact, self.course.exact, strict=True)):
-            names = ("batch hash", "targets", "applied", "learning rate", "elements that are not finite")
             for name, a, b in zip(names, got, want, strict=True):
                 if a != b:
                     raise Differs(f"{name} of step {step + 1}: {a}, on one device {b}")
-            if got[1] != self.samples[step].num_targets:
-                raise Differs(
-                    f"targets of step {step + 1}: {got[1]} counted, the batch has {self.samples[step].num_targets}"
-                )
-        assert course.nats_BL is not None
-        nats_BL = self.course.nats_BL
-        assert nats_BL is not None
-        spread_BL = np.max([np.abs(_nats(run) - nats_BL) for run in self.runs], axis=0)
-        bound = LOSS * float(np.abs(nats_BL).max()) + MARGIN * float(spread_BL.max())
-        for piece in sample.pieces:
-            difference = np.abs(piece.of(course.nats_BL) - piece.of(nats_BL)).max(initial=0.0)
-            if not difference <= bound:
-                raise Differs(
-                    f"nats of a token in evaluation {difference:.2g} apart, bound {bound:.2g}; first record that "
-                    f"differs: {piece.name} (row {piece.row}, columns {piece.start} to {piece.end - 1})"
-                )
+            if got[1] != (num_targets := self.samples[step].num_targets):
+                raise Differs(f"targets of step {step + 1}: {got[1]} counted, the batch has {num_targets}")
+
+    def _first_place(self, course: Course) -> str:
+        """Place of the first record with a token whose nats differ in an evaluation; empty if there is none."""
+        nats_BL, got_BL = _nats(self.course), _nats(course)
+        spread = max(float(np.abs(_nats(run) - nats_BL).max()) for run in self.runs)
+        bound = LOSS * float(np.abs(nats_BL).max()) + MARGIN * spread
+        for piece in self.samples[0].pieces:
+            if not np.abs(piece.of(got_BL) - piece.of(nats_BL)).max(initial=0.0) <= bound:
+                return piece.place
+        return ""
 
     def _differences(self, course: Course) -> Worst:
         worst, want = Worst(), self.course
@@ -88,13 +85,20 @@ class Reference:
                 field = "losses" if name == "loss" else "norms"
                 spread = max(abs(getattr(run, field)[step] - base) for run in self.runs)
                 factor = LOSS if name == "loss" else 2 * LOSS
-                worst.add(f"{name} of step {step + 1}", abs(got - base), factor * base + MARGIN * spread)
+                worst.add(
+                    f"{name} of step {step + 1}",
+                    abs(got - base),
+                    factor * base + MARGIN * spread,
+                    is_tensor=False,
+                )
         for path, base in _floats(want).items():
             bound = 2 * GRADIENT * float(np.abs(base).max(initial=0.0)) + MARGIN * self.spread[path]
             difference = float(np.abs(course.moments[path] - base).max(initial=0.0))
             # A scalar or an array of zeros that stays one is no news.
             if bound or difference:
-                worst.add(f"gradient of {path.partition(' ')[2]} ({path.partition(' ')[0]})", difference, bound)
+                worst.add(
+                    f"gradient of {path.partition(' ')[2]} ({path.partition(' ')[0]})", difference, bound
+                )
         for path, first in want.first.items():
             update = want.last[path] - first
             size = _rms(update)
@@ -116,7 +120,10 @@ class Reference:
                 return False
             got, want = (t.train(arrays, self.first_state) for t in (trainer, self.trainer))
             base = _floats(want)
-            far = (np.abs(got.moments[path] - x).max(initial=0.0) > 1e-3 * np.abs(x).max() for path, x in base.items())
+            far = (
+                np.abs(got.moments[path] - x).max(initial=0.0) > 1e-3 * np.abs(x).max()
+                for path, x in base.items()
+            )
             return any(far) or abs(got.losses[0] - want.losses[0]) > 1e-4 * want.losses[0]
 
         return bisect(sample.pieces, differs)

@@ -2,10 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from jtrain.errors import UserError
+from jtrain.errors import UserError, did_you_mean
 
 type Verdict = Literal["holds", "FAILS", "not checked"]
 
@@ -58,10 +58,28 @@ def take_line(name: str, prove: Callable[[], str]) -> Line:
     return Line(name, verdict, detail, time.perf_counter() - start)
 
 
-def print_lines(lines: Iterator[Line]) -> list[Line]:
-    """Prints each line when it is known; returns all."""
-    taken = []
-    for line in lines:
-        print(line.text, flush=True)
-        taken.append(line)
-    return taken
+def chosen(
+    proofs: Iterable[tuple[str, Callable[[], str]]], names: Sequence[str]
+) -> list[tuple[str, Callable[[], str]]]:
+    """The lines of these names, all without any.
+
+    Raises:
+      UserError: there is no line of a name; says which there are.
+    """
+    proofs = list(proofs)
+    all_names = [name for name, _ in proofs]
+    for name in names:
+        if name not in all_names:
+            raise UserError(
+                f"--only {name!r}: no such line. {did_you_mean(name, all_names)}There are: {', '.join(all_names)}."
+            )
+    return [(name, prove) for name, prove in proofs if not names or name in names]
+
+
+def print_lines(proofs: Iterable[tuple[str, Callable[[], str]]]) -> list[Line]:
+    """Proves and prints one line after the other; returns all."""
+    lines = []
+    for name, prove in proofs:
+        lines.append(take_line(name, prove))
+        print(lines[-1].text, flush=True)
+    return lines

@@ -16,10 +16,11 @@ from jtrain.plan.report.plan_sheet import TOLERANCE
 class MemoryPlan:
     """Plan that another process compiles while the other lines are proved."""
 
-    def __init__(self, words: list[str], device: str, count: int) -> None:
+    def __init__(self, words: list[str], device: str, count: int, *, is_wanted: bool = True) -> None:
         self.command = ["plan", *words, "--device", device, "--count", str(count), "--compile"]
         self.machine = f"{device}:{count}"
-        self.has_compiler = importlib.util.find_spec("libtpu") is not None
+        self.is_wanted = is_wanted
+        self.has_compiler = is_wanted and importlib.util.find_spec("libtpu") is not None
         if not self.has_compiler:
             return
         handle, name = tempfile.mkstemp(suffix=".json")
@@ -43,8 +44,12 @@ class MemoryPlan:
           DoesNotApply: there is no compiler, or it has not ended.
         """
         command = f"jtrain {' '.join(self.command)}"
+        if not self.is_wanted:
+            raise DoesNotApply(f"left out. `{command}` shows it")
         if not self.has_compiler:
-            raise DoesNotApply(f"no compiler is here. pip install 'jtrain[aot]', or run `{command}` where it is")
+            raise DoesNotApply(
+                f"no compiler is here. pip install 'jtrain[aot]', or run `{command}` where it is"
+            )
         try:
             _, errors = self._process.communicate(timeout=max(timeout_s, 0.1))
         except subprocess.TimeoutExpired:

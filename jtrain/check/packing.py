@@ -104,12 +104,14 @@ def nats_of(sample: Sample, logits_BLV: np.ndarray) -> np.ndarray:
     return nats
 
 
-def packed_is_alone(device: OneDevice, samples: Sequence[Sample], first_loss: float) -> str:
-    """Proves that records of one row know nothing of each other.
+def packed_is_alone(
+    device: OneDevice, samples: Sequence[Sample], first_loss: float, evaluated_BL: np.ndarray
+) -> str:
+    """Proves that records of one row know nothing of each other, in training and in evaluation.
 
     Args:
       samples: batches, of which the last one is as the data plane made it.
-      first_loss: loss of the first train step, which is on the first batch.
+      first_loss, evaluated_BL: loss of the first train step, and nats of an evaluation, on the first batch.
 
     Raises:
       Differs: names the first record whose nats differ, or the gradient.
@@ -121,14 +123,7 @@ def packed_is_alone(device: OneDevice, samples: Sequence[Sample], first_loss: fl
         runs = [device.sums(sample, moved(device.params, seed)) for seed in range(RUNS)]
         spread = np.max([np.abs(run.nats - packed.nats) for run in runs], axis=0)
         bounds = LOSS * np.abs(alone.nats) + MARGIN * spread
-        differences = np.abs(packed.nats - alone.nats)
-        if (different := np.flatnonzero(~(differences <= bounds))).size:
-            piece, at = sample.pieces[different[0]], different[0]
-            raise Differs(
-                f"nats {packed.nats[at]:.6g} packed and {alone.nats[at]:.6g} alone, bound {bounds[at]:.2g}; first "
-                f"record that differs: {piece.name} (row {piece.row}, columns {piece.start} to {piece.end - 1}); "
-                f"{different.size} of {len(sample.pieces)} differ"
-            )
+        _check_nats(sample, "packed", packed.nats, alone.nats, bounds)
         noise = largest([run.gradients for run in runs], packed.gradients)
         for path, gradient in alone.gradients.items():
             difference = float(np.abs(packed.gradients[path] - gradient).max(initial=0.0))
@@ -136,12 +131,25 @@ def packed_is_alone(device: OneDevice, samples: Sequence[Sample], first_loss: fl
             worst.add(f"gradient of {path}", difference, bound)
         worst.refuse()
         if number == 0:
+            evaluated = np.asarray([piece.of(evaluated_BL).sum(dtype=np.float64) for piece in sample.pieces])
+            _check_nats(sample, "in evaluation", evaluated, alone.nats, bounds)
             loss = float(alone.nats.sum()) / max(sample.num_targets, 1)
             bound = LOSS * loss + MARGIN * float(spread.sum()) / max(sample.num_targets, 1)
             worst.add("loss of the train step to nats per target", abs(first_loss - loss), bound)
             worst.refuse()
         num_pieces += len(sample.pieces)
     return f"{num_pieces} records, nats and gradients; {worst.text}"
+
+
+def _check_nats(sample: Sample, label: str, nats: np.ndarray, alone: np.ndarray, bounds: np.ndarray) -> None:
+    """Raises Differs for the first record that has other nats than alone."""
+    different = np.flatnonzero(~(np.abs(nats - alone) <= bounds))
+    if different.size:
+        number = int(different[0])
+        raise Differs(
+            f"nats {nats[number]:.6g} {label} and {alone[number]:.6g} alone, bound {bounds[number]:.2g}; first record "
+            f"that differs: {sample.pieces[number].place}; {different.size} of {len(sample.pieces)} differ"
+        )
 
 
 def _check_positions(sample: Sample) -> None:
@@ -190,7 +198,9 @@ def export_is_import(device: OneDevice, sample: Sample, *, begin_id: int, end_id
     theirs_BLV = np.asarray(
         jax.jit(theirs.logits)(params, Batch(**{name: jnp.asarray(x) for name, x in sample.arrays.items()}))
     )
-    spread = max(np.abs(device.logits(sample.arrays, moved(device.params, s)) - logits_BLV).max() for s in range(RUNS))
+    spread = max(
+        np.abs(device.logits(sample.arrays, moved(device.params, s)) - logits_BLV).max() for s in range(RUNS)
+    )
     bound = LOSS * float(np.abs(logits_BLV).max()) + MARGIN * float(spread)
     for piece in sample.pieces:
         difference = float(np.abs(piece.of(logits_BLV) - piece.of(theirs_BLV)).max())
@@ -198,4 +208,6 @@ def export_is_import(device: OneDevice, sample: Sample, *, begin_id: int, end_id
             raise Differs(
                 f"logits {difference:.2g} apart, bound {bound:.2g}; first record that differs: {piece.name}"
             )
-    return f"as {family.model_type}, {size / 2**10:.0f} KiB: every weight bit for bit, logits within {bound:.1g}"
+    return (
+        f"as {family.model_type}, {size / 2**10:.0f} KiB: every weight bit for bit, logits within {bound:.1g}"
+    )

@@ -2,11 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
 from jtrain.data import TextDataset
+from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 
@@ -30,6 +31,11 @@ class Piece:
     name: str
     source: int
     record: int
+
+    @property
+    def place(self) -> str:
+        """Its record, and where it lies in the batch."""
+        return f"{self.name} (row {self.row}, columns {self.start} to {self.end - 1})"
 
     def of(self, array_BL: np.ndarray) -> np.ndarray:
         """Its part of an array of the batch."""
@@ -56,32 +62,32 @@ class Sample:
         return Sample({**self.arrays, "target_BL": target_BL}, self.pieces)
 
 
-def read_samples(dataset: TextDataset) -> Iterator[Sample]:
+def read_samples(dataset: TextDataset) -> Generator[Sample]:
     """Yields the batches of a run, from the first one on."""
     with dataset.train_batches(inline=True) as iterator:
         for batch in iterator:
             assert iterator.plan is not None, "only a data plane in this process tells its plan"
             pieces = iterator.plan.pieces
-            arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+            arrays = {
+                field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)
+            }
             yield Sample({name: array.copy() for name, array in arrays.items()}, _pieces(dataset, pieces))
 
 
-def _pieces(dataset: TextDataset, pieces: "object") -> tuple[Piece, ...]:
+def _pieces(dataset: TextDataset, pieces: Pieces) -> tuple[Piece, ...]:
     out: list[Piece] = []
     column = row = 0
     several = len(dataset.names) > 1
-    for i in range(len(pieces)):  # pyright: ignore[reportArgumentType]
-        source = int(pieces.source[i])  # pyright: ignore
-        column, row = (column if pieces.row[i] == row else 0), int(pieces.row[i])  # pyright: ignore
-        end = column + int(pieces.end[i] - pieces.start[i])  # pyright: ignore
+    for i in range(len(pieces)):
+        source, length = int(pieces.source[i]), int(pieces.end[i] - pieces.start[i])
+        # Pieces are sorted by row and lie end to end: columns start anew with each row.
+        column, row = (column if pieces.row[i] == row else 0), int(pieces.row[i])
         stream = dataset.streams[source]
-        chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))  # pyright: ignore
-        record = int(chunk.record[0])
+        record = int(stream.locate(np.asarray([pieces.document[i]], np.int64)).record[0])
         name = stream.identity_of(record)
-        out.append(
-            Piece(row, column, end, f"{dataset.names[source]} {name}" if several else name, source, record)
-        )
-        column = end
+        name = f"{dataset.names[source]} {name}" if several else name
+        out.append(Piece(row, column, column + length, name, source, record))
+        column += length
     return tuple(out)
 
 

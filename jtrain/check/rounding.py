@@ -36,7 +36,7 @@ def moved(params: Any, seed: int) -> Any:
 class Worst:
     """Largest difference of several, as a share of its bound.
 
-    label: quantity that differs most.
+    label: quantity that differs most; where a tensor is over its bound, the first one.
     over: quantities that are over their bound.
     """
 
@@ -45,13 +45,18 @@ class Worst:
     difference: float = 0.0
     bound: float = 0.0
     over: int = 0
+    has_tensor: bool = False
 
-    def add(self, label: str, difference: float, bound: float) -> None:
+    def add(self, label: str, difference: float, bound: float, *, is_tensor: bool = True) -> None:
         """Takes another difference; one that is no number is over every bound."""
         share = difference / bound if bound else float(difference != 0) * np.inf
         share = share if np.isfinite(difference) else np.inf
-        self.over += not share <= 1
-        if share >= self.share:
+        is_over = not share <= 1
+        self.over += is_over
+        if self.has_tensor:
+            return
+        self.has_tensor = is_over and is_tensor
+        if share >= self.share or self.has_tensor:
             self.share, self.label, self.difference, self.bound = share, label, difference, bound
 
     @property
@@ -59,12 +64,10 @@ class Worst:
         """The difference that is nearest to its bound."""
         return f"{self.label} {self.difference:.2g} apart, bound {self.bound:.2g}"
 
-    def refuse(self, record: str = "") -> None:
+    def refuse(self) -> None:
         """Raises Differs if a difference is over its bound."""
         if self.over:
-            others = f", as are {self.over - 1} others" if self.over > 1 else ""
-            record = f"; first record that differs: {record}" if record else ""
-            raise Differs(f"{self.text}{others}{record}")
+            raise Differs(f"{self.text}" + (f" and {self.over - 1} others" if self.over > 1 else ""))
 
 
 def largest(arrays: Sequence[Mapping[str, np.ndarray]], base: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -93,5 +96,4 @@ def bisect(pieces: Sequence[Piece], differs: Any) -> str:
             candidates = second
         else:
             return f"{candidates[0].name} to {candidates[-1].name} together"
-    piece = candidates[0]
-    return f"{piece.name} (row {piece.row}, columns {piece.start} to {piece.end - 1})"
+    return candidates[0].place

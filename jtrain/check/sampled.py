@@ -166,22 +166,24 @@ def learned_is_sampled(dataset: TextDataset, samples: list[Sample]) -> str:
                 _check_piece(scripts[piece.source], piece, ids, is_learned)
     text = f"{num_records} records, {num_learned:,} of {num_tokens:,} tokens learned"
     if without_texts:
-        text += f"; no texts of {', '.join(sorted(without_texts))}, which {'is' if len(without_texts) == 1 else 'are'} prepared"
+        text += f"; prepared, and so without texts to compare with: {', '.join(sorted(without_texts))}"
     return text
 
 
 def _check_ids(piece: Piece, ids: np.ndarray, target: np.ndarray) -> None:
     """Raises Differs for a target that is not the next token, or behind the last one."""
-    is_target = target[:-1] != IGNORE
-    if target[-1] != IGNORE or not np.array_equal(target[:-1][is_target], ids[1:][is_target]):
-        column = piece.end - 1 if target[-1] != IGNORE else piece.start + int(np.flatnonzero(is_target & (target[:-1] != ids[1:]))[0])
+    expected = np.append(ids[1:], IGNORE)
+    if (wrong := np.flatnonzero((target != IGNORE) & (target != expected))).size:
+        column = piece.start + int(wrong[0])
         raise Differs(f"the target at row {piece.row}, column {column} is not the next token of {piece.name}")
 
 
 def _check_piece(script: Script, piece: Piece, ids: np.ndarray, is_learned: np.ndarray) -> None:
     """Raises Differs unless the learned runs of a piece are turns of its record, and none is left out."""
     turns = script.turns(piece.record)
-    texts = [tuple(dict.fromkeys(t for said in turn.says for t in (script.same(said), said))) for turn in turns]
+    texts = [
+        tuple(dict.fromkeys(t for said in turn.says for t in (script.same(said), said))) for turn in turns
+    ]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], is_learned, [0]]))).reshape(-1, 2).tolist()
     matched = 0
     for start, end in edges:
@@ -248,4 +250,6 @@ def targets_are_never_zero(samples: list[Sample], *, rows: int) -> str:
         raise Differs(f"the first {len(counts)} rows have no target at all")
     empty = sum(count == 0 for count in counts)
     least = min(sum(counts[i : i + rows]) for i in range(0, max(len(counts) - rows + 1, 1), rows))
-    return f"{len(counts)} rows, {empty} of them without targets; a batch of {rows} rows has {least:,} or more"
+    return (
+        f"{len(counts)} rows, {empty} of them without targets; a batch of {rows} rows has {least:,} or more"
+    )

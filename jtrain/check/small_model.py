@@ -36,7 +36,9 @@ OF_POSITIONS = ("window", "chunk_size", "original_seq_len")
 """Fields of layers that count positions of a row: they shrink as the rows do."""
 
 
-def shrink_model(model: Transformer, *, shrink_positions: float, vocab_size: int, periods: int) -> Transformer:
+def shrink_model(
+    model: Transformer, *, shrink_positions: float, vocab_size: int, periods: int
+) -> Transformer:
     """Returns a model with the same kinds of layers, a few of each.
 
     Args:

@@ -121,9 +121,7 @@ class SmallRuns:
     def _layouts(self, axes: tuple[str, ...]) -> Iterator[LayoutSpec]:
         """Small forms of the layout, the nearest first; a schedule may want more microbatches."""
         layout = self.run.layout
-        shares = {
-            name: 0.5 for name in OFFLOADABLE if getattr(layout.offload, name) == "as_needed"
-        }
+        shares = {name: 0.5 for name in OFFLOADABLE if getattr(layout.offload, name) == "as_needed"}
         spec = dataclasses.replace(
             layout,
             auto=False,

@@ -23,6 +23,14 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--count", type=int, metavar="N", help="devices of the plan (default: those of the mesh, or a host)"
     )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="LINE", help="prove only this line, by its name"
+    )
+    parser.add_argument(
+        "--without-compiler",
+        action="store_true",
+        help="leave out the plan's compiler, for another check at once",
+    )
     add_json(parser)
 
 
@@ -35,21 +43,25 @@ def execute(args: Args) -> int:
 
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
-    from jtrain.check.lines import print_lines
+    from jtrain.check.lines import chosen, print_lines
     from jtrain.check.memory import MemoryPlan
-    from jtrain.check.proof import prove
+    from jtrain.check.proof import Check
     from jtrain.config.load import load_config, mesh_size
 
     run_config = load_config(args.config, args.fiddlers, args.sets)
-    memory = MemoryPlan(config_words(args), args.device, args.count or _count(run_config, mesh_size))
+    count = args.count or _count(run_config, mesh_size)
+    memory = MemoryPlan(config_words(args), args.device, count, is_wanted=not args.without_compiler)
     try:
-        lines = print_lines(prove(run_config, memory, started_s=started_s))
+        check = Check(run_config, memory, started_s=started_s)
+        lines = print_lines(chosen(check.proofs(), args.only))
     finally:
         memory.close()
     failed = [line for line in lines if line.verdict == "FAILS"]
     seconds = time.perf_counter() - started_s
     held = sum(line.verdict == "holds" for line in lines)
-    print(f"{held} hold, {len(failed)} fail, {len(lines) - held - len(failed)} not checked, in {seconds:.0f} s")
+    print(
+        f"{held} hold, {len(failed)} fail, {len(lines) - held - len(failed)} not checked, in {seconds:.0f} s"
+    )
     write_json(args, {"lines": [line.to_json() for line in lines], "seconds": seconds})
     if failed:
         print(f"next: {_next_after(args, failed[0].name)}")
@@ -67,7 +79,7 @@ def _next_after(args: Args, name: str) -> str:
     words = config_words(args)
     if name in ("learned = sampled", "targets per batch > 0"):
         return shlex.join(["jtrain", "data", "inspect", *words, "--tokens"])
-    return shlex.join(["jtrain", "check", *words])
+    return shlex.join(["jtrain", "check", *words, "--only", name])
 
 
 def then(args: Args) -> str:

@@ -138,7 +138,6 @@ def compute(
     model: Transformer, family: Family, params: Params, batches: Mapping[str, BatchArrays]
 ) -> dict[str, Computed]:
     """Logits, mean loss and gradients by the names of saved tensors, of batches of one shape, in float32."""
-
     evaluate = evaluator(model)
     out: dict[str, Computed] = {}
     for label, arrays in batches.items():
