@@ -118,7 +118,6 @@ def packed_is_alone(
     """
     worst, num_pieces = Worst(), 0
     for number, sample in enumerate(samples):
-        _check_positions(sample)
         packed, alone = device.sums(sample), device.sums_alone(sample)
         runs = [device.sums(sample, moved(device.params, seed)) for seed in range(RUNS)]
         spread = np.max([np.abs(run.nats - packed.nats) for run in runs], axis=0)
@@ -152,7 +151,7 @@ def _check_nats(sample: Sample, label: str, nats: np.ndarray, alone: np.ndarray,
         )
 
 
-def _check_positions(sample: Sample) -> None:
+def check_positions(sample: Sample) -> None:
     """Raises Differs if positions or segments of a row are not those of its records."""
     covered_BL = np.zeros_like(sample.arrays["segment_BL"])
     for piece in sample.pieces:

@@ -14,7 +14,7 @@ from jtrain.check.interruption import resume_is_unbroken
 from jtrain.check.layouts import Reference
 from jtrain.check.lines import DoesNotApply
 from jtrain.check.memory import MemoryPlan
-from jtrain.check.packing import OneDevice, export_is_import, packed_is_alone
+from jtrain.check.packing import OneDevice, check_positions, export_is_import, packed_is_alone
 from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
 from jtrain.check.small_run import SmallRuns, small_data
@@ -132,6 +132,9 @@ class Check:
         return OneDevice(self.plain.model, self.reference.first_state.params)
 
     def _packed(self) -> str:
+        # First: it computes nothing.
+        for sample in self.samples[0]:
+            check_positions(sample)
         course = self.reference.course
         assert course.nats_BL is not None
         return packed_is_alone(self.device, self.samples[0], course.losses[0], course.nats_BL)
