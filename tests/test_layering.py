@@ -22,6 +22,7 @@ ROWS = (
     ("config",),
     ("plan", "hf"),
     ("train",),
+    ("check",),
     ("cli",),
     ("bench",),
     ("__main__", "launch", "generate", "node_check"),

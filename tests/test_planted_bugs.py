@@ -1,7 +1,6 @@
 """Bugs planted one at a time into a copy of the packages: the quick tests find each of them."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.planted_bugs import BUGS, Bug
+from tests.planting import ROOT, copy_tree, plantable, planted
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 150
 """Time limit of a test in the copy, longer than that of the processes it starts (`test_gpu_fabric.py`): what a bug
 that ends in a deadlock or an endless loop takes."""
@@ -26,12 +25,7 @@ def run(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy of the packages and their tests."""
-    tree = tmp_path_factory.mktemp("tree")
-    for name in ("jtrain", "kernels", "tests", "configs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, tree / name)
-    return tree
+    return copy_tree(tmp_path_factory.mktemp("tree"))
 
 
 @pytest.mark.slow
@@ -43,7 +37,7 @@ def test_without_a_bug_the_tests_pass(tree: Path) -> None:
 
 def test_every_bug_can_be_planted() -> None:
     """The code that each replaces is there once: a change of it plants the bug anew."""
-    assert {name for name, bug in BUGS.items() if (ROOT / bug.file).read_text().count(bug.old) != 1} == set()
+    assert {name for name, bug in BUGS.items() if not plantable(bug.file, bug.old)} == set()
     assert all(bug.old != bug.new and (ROOT / bug.test.partition("::")[0]).exists() for bug in BUGS.values())
 
 
@@ -51,13 +45,7 @@ def test_every_bug_can_be_planted() -> None:
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_the_quick_tests_find_it(bug: Bug, tree: Path) -> None:
     """A test fails, or ends at its time limit; it is not that none could be collected."""
-    file = tree / bug.file
-    text = file.read_text()
-    assert text.count(bug.old) == 1, f"{bug.file} has changed: plant the bug anew"
-    file.write_text(text.replace(bug.old, bug.new))
-    try:
+    with planted(tree, bug.file, bug.old, bug.new):
         done = run(tree, bug.test)
-    finally:
-        file.write_text(text)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:]
     assert " failed" in done.stdout or "Timeout" in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]

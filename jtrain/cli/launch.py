@@ -4,11 +4,12 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from jtrain.cli.options import add_config, add_local_devices, add_workdir
+from jtrain.cli.options import add_config, add_local_devices, add_workdir, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
@@ -49,6 +50,9 @@ def add_options(parser: Parser) -> None:
         help="print the plan, refuse what the run would be refused for, and stop",
     )
     parser.add_argument(
+        "--check", action="store_true", help="run `jtrain check` first, and train only if all of it holds"
+    )
+    parser.add_argument(
         "--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)"
     )
     parser.add_argument(
@@ -74,6 +78,11 @@ def launch(args: Args) -> int:
     """Trains, or starts a supervisor that does; returns the exit code."""
     if args.processes is not None and not args.supervise:
         raise UserError(f"--processes {args.processes} starts processes from a supervisor. Add --supervise.")
+    if args.check:
+        if code := run_check(args):
+            return code
+        # Not again in a child of the supervisor.
+        args.words = [word for word in args.words if word != "--check"]
     # These only print, and end: no supervisor, no workdir.
     if args.print_config or args.topology is not None:
         return train(args)
@@ -84,6 +93,16 @@ def launch(args: Args) -> int:
     # A dry run needs no watching, but all processes that would train.
     is_supervised = args.supervise and (not args.dry_run or args.processes is not None)
     return supervise(args) if is_supervised else train(args)
+
+
+def run_check(args: Args) -> int:
+    """Runs `jtrain check` of the same config, once for all processes of a host; returns its exit code."""
+    if os.environ.get("JTRAIN_PROCESS_ID", "0") != "0":
+        return exit_codes.DONE
+    # A process of its own: emulated devices are chosen before jax starts, and once.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JTRAIN_")}
+    command = [sys.executable, "-m", "jtrain.check", *config_words(args)]
+    return subprocess.run(command, env=environ, check=False).returncode
 
 
 def supervise(args: Args) -> int:

@@ -15,6 +15,7 @@ VERBS = {
     "plan": "bytes, FLOPs, network, seconds and money of a run, before it runs",
     "profile": "where a run's time went, and what got slower between two runs",
     "checkpoint": "list, show and verify the checkpoints of a run",
+    "check": "prove a config on its own data, small and on emulated devices, before it is paid for",
     "data": "inspect, plan, prepare, adopt, verify and time what a run reads",
     "hf": "export to and import from Hugging Face directories",
     "generate": "sample text from a checkpoint",

@@ -1,6 +1,7 @@
 """Some real steps of a run on its layout, and all that can be compared of them, layers in model order."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,11 @@ class Trainer:
         # Columns in the order in which the context axis has them.
         self.columns = context_order(run.data.seq_len, run.mesh.context, self.layout.context_order)
 
+    @functools.cached_property
+    def eval_step(self) -> Any:
+        """The compiled evaluation, for all calls of `train`."""
+        return make_eval_step(self.model, self.layout, self.mesh)
+
     def first_state(self, params: Params | None = None) -> TrainState:
         """The whole state before the first step, on the host; drawn, but for `params`."""
         state = jax.device_get(init_state(self.layout, self.optimizer, self.mesh, seed=0))
@@ -106,7 +112,7 @@ class Trainer:
         placed = [self._place(batch) for batch in batches]
         nats_BL = None
         if evaluates:
-            nats_BL = np.asarray(make_eval_step(self.model, self.layout, self.mesh)(state.params, placed[0]))
+            nats_BL = np.asarray(self.eval_step(state.params, placed[0]))
             # argsort inverts the permutation of the columns.
             nats_BL = nats_BL[:, np.argsort(self.columns)]
         if rejected is not None:

@@ -119,18 +119,26 @@ class Computed:
     gradients: dict[str, np.ndarray]
 
 
-def compute(
-    model: Transformer, family: Family, params: Params, batches: Mapping[str, BatchArrays]
-) -> dict[str, Computed]:
-    """Logits, mean loss and gradients by the names of saved tensors, of batches of one shape, in float32."""
+def evaluator(model: Transformer) -> Any:
+    """Returns the jitted function of parameters, a batch and a number of targets: logits, and the objective
+    by that number with its gradients; on one device in float32.
+    """
 
-    @jax.jit  # one program for all batches
+    @jax.jit  # one program for all batches of a shape
     def evaluate(params: Params, batch: Batch, num_targets: jax.Array) -> Any:
         def loss(params: Params) -> jax.Array:
             return model.loss(params, batch, single_device("float32"))[0] / num_targets
 
         return model.logits(params, batch), jax.value_and_grad(loss)(params)
 
+    return evaluate
+
+
+def compute(
+    model: Transformer, family: Family, params: Params, batches: Mapping[str, BatchArrays]
+) -> dict[str, Computed]:
+    """Logits, mean loss and gradients by the names of saved tensors, of batches of one shape, in float32."""
+    evaluate = evaluator(model)
     out: dict[str, Computed] = {}
     for label, arrays in batches.items():
         batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})

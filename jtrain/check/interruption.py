@@ -1,0 +1,86 @@
+"""Resume = unbroken: a run that is stopped by a signal and started again, against one that is not."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, override
+
+import jax
+import numpy as np
+
+from jtrain.check.lines import Differs
+from jtrain.check.small_run import STEPS
+from jtrain.checkpoint.restoring import restore
+from jtrain.config.run import Run, run_layout
+from jtrain.layout.mesh import make_mesh
+from jtrain.plan.from_run import make_optimizer
+from jtrain.runtime.exit_codes import DONE, STOPPED
+from jtrain.step.state import abstract_state
+from jtrain.telemetry.metrics import FILE
+from jtrain.train.attempt import train
+from jtrain.train.callbacks import Callback, DispatchedStep
+
+COMPARED = ("loss_nats", "grad_norm", "learning_rate", "tokens", "batch_hash")
+"""Values of a step that must be the same bits."""
+
+
+class StopAfter(Callback):
+    """Asks the process to stop during the step after `step`, as a scheduler does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        if dispatched.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
+    """Proves that a run of a few steps is the same with an interruption in its middle.
+
+    Raises:
+      Differs: names the first step whose values differ, or the tensor.
+    """
+    unbroken, broken = scratch / "unbroken", scratch / "broken"
+    options: Any = dict(config_text=config_text, devices=jax.devices()[: run.mesh.size])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        codes = [
+            train(run, workdir=unbroken, **options),
+            train(run, workdir=broken, watchers=(StopAfter(STEPS // 2 - 1),), **options),
+            train(run, workdir=broken, **options),
+        ]
+    if codes != [DONE, STOPPED, DONE]:
+        raise Differs(f"exit codes {codes}, not {[DONE, STOPPED, DONE]}: {output.getvalue()[-400:]}")
+    want, got = (_lines(folder) for folder in (unbroken, broken))
+    for step in range(1, STEPS + 1):
+        for name in COMPARED:
+            if got.get(step, {}).get(name) != want[step][name]:
+                raise Differs(
+                    f"{name} of step {step}: {got.get(step, {}).get(name)} after a stop at step {STEPS // 2}, "
+                    f"{want[step][name]} without"
+                )
+    layout, optimizer = run_layout(run), make_optimizer(run)
+    like = abstract_state(layout, optimizer, make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
+    states = [
+        restore(folder / "checkpoints", STEPS, like, order=layout.layer_order)[0]
+        for folder in (unbroken, broken)
+    ]
+    leaves = [jax.tree_util.tree_leaves_with_path(jax.device_get(state)) for state in states]
+    for (path, a), (_, b) in zip(*leaves, strict=True):
+        if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+            raise Differs(f"state of step {STEPS} differs in {jax.tree_util.keystr(path)}")
+    return (
+        f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the state, bit "
+        "for bit"
+    )
+
+
+def _lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """Lines of train steps by step."""
+    lines = (json.loads(line) for line in (folder / FILE).read_text().splitlines())
+    return {line["step"]: line for line in lines if "batch_hash" in line}

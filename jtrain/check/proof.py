@@ -1,0 +1,172 @@
+"""All lines of a check, in the order in which they are printed."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jtrain.check.interruption import resume_is_unbroken
+from jtrain.check.layouts import Reference
+from jtrain.check.lines import DoesNotApply
+from jtrain.check.memory import MemoryPlan
+from jtrain.check.packing import OneDevice, check_positions, export_is_import, packed_is_alone
+from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
+from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
+from jtrain.check.small_run import SmallRuns, small_data
+from jtrain.config import tree
+from jtrain.config.run import Run, build_run, check_vocabulary
+from jtrain.data import TextDataset, open_dataset
+from jtrain.errors import UserError
+
+ROWS = 16
+"""Rows of a small batch: eight devices, or four and four microbatches, have two or one of them."""
+TEXT_COLUMNS, SAMPLE_COLUMNS = 128, 512
+"""Most columns of a small row of text, which may be cut anywhere, and of whole samples."""
+READ_TOKENS, READ_S = 1 << 18, 8.0
+"""Tokens of the run's own rows that are read, and the seconds that it may take."""
+TOGETHER = 3
+"""Axes of two that eight devices have."""
+BUDGET_S = 88.0
+"""Seconds at whose end a compiler that has not finished is given up."""
+
+type Proofs = Iterator[tuple[str, Callable[[], str]]]
+"""Lines by name, each with the function that proves it: see `lines.take_line`."""
+
+
+class Check:
+    """Check of one run, which needs `small_run.DEVICES` devices.
+
+    Args:
+      run_config: config of a `Run`.
+      memory: plan that is compiled meanwhile.
+      started_s: start of the check, by time.perf_counter().
+
+    Raises:
+      UserError: the config, or its data, is refused as a run of it would be.
+    """
+
+    def __init__(self, run_config: Any, memory: MemoryPlan, *, started_s: float) -> None:
+        self.run: Run = build_run(run_config)
+        self.config_text = tree.flat(run_config)
+        self._memory, self._started_s = memory, started_s
+        self.dataset = open_dataset(self._own_data, seed=self.run.seed)
+        check_vocabulary(self.run.model, self.dataset.vocab_size)
+
+    def proofs(self) -> Proofs:
+        """Yields the lines; one that is not called for costs nothing."""
+        yield "learned = sampled", lambda: learned_is_sampled(self.dataset, self.read)
+        rows = self.run.data.global_batch
+        yield "targets per batch > 0", lambda: targets_are_never_zero(self.read, rows=rows)
+        yield "packed = alone", self._packed
+        yield from self._layouts()
+        yield "accumulation = one batch", self._accumulation
+        yield "export = import", self._export
+        yield "adapter off = base", _adapter
+        yield "resume = unbroken", self._resume
+        yield (
+            "plan = compiler",
+            lambda: self._memory.proof(BUDGET_S - (time.perf_counter() - self._started_s)),
+        )
+
+    @property
+    def _own_data(self) -> Any:
+        """The data in rows as long as the run's, a batch or a part of a large one at a time."""
+        data = self.run.data
+        rows = max(1, min(data.global_batch, READ_TOKENS // 4 // data.seq_len))
+        return small_data(data, seq_len=data.seq_len, rows=rows)
+
+    @functools.cached_property
+    def read(self) -> list[Sample]:
+        """The first rows of the run, as many as there is time for."""
+        start, samples, tokens = time.perf_counter(), list[Sample](), 0
+        with contextlib.closing(read_samples(self.dataset)) as batches:
+            for sample in batches:
+                samples.append(sample)
+                tokens += sample.arrays["token_BL"].size
+                if tokens >= READ_TOKENS or time.perf_counter() - start > READ_S:
+                    break
+        return samples
+
+    @functools.cached_property
+    def small(self) -> SmallRuns:
+        """Small runs on short rows: a multiple of 16 columns, which every axis splits."""
+        has_samples = any(stream.has_samples for stream in self.dataset.streams)
+        most = SAMPLE_COLUMNS if has_samples else TEXT_COLUMNS
+        columns = max(16, min(self.run.data.seq_len, most) // 16 * 16)
+        return SmallRuns(self.run, small_data(self.run.data, seq_len=columns, rows=ROWS))
+
+    @functools.cached_property
+    def small_dataset(self) -> TextDataset:
+        """The data in short rows."""
+        return open_dataset(self.small.data, seed=self.run.seed)
+
+    @functools.cached_property
+    def samples(self) -> tuple[list[Sample], int]:
+        """The cut batch, the batch as the data plane made it, and the size of their vocabulary."""
+        with contextlib.closing(read_samples(self.small_dataset)) as batches:
+            own = next((s for s in itertools.islice(batches, 20) if s.num_targets), None)
+        if own is None:
+            raise UserError(
+                f"no target in 20 batches of {ROWS} rows of {self.small.data.seq_len} tokens: every sample is longer."
+            )
+        return with_few_ids([cut_rows(own, seed=self.run.seed), own])
+
+    @functools.cached_property
+    def plain(self) -> Run:
+        """The small run on one device."""
+        return self.small.plain(self.samples[1])
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """Updates of one device, on the cut batch and then on the other one."""
+        return Reference(self.plain, self.samples[0])
+
+    @functools.cached_property
+    def device(self) -> OneDevice:
+        """The small model on one device."""
+        return OneDevice(self.plain.model, self.reference.first_state.params)
+
+    def _packed(self) -> str:
+        # First: it computes nothing.
+        for sample in self.samples[0]:
+            check_positions(sample)
+        course = self.reference.course
+        assert course.nats_BL is not None
+        return packed_is_alone(self.device, self.samples[0], course.losses[0], course.nats_BL)
+
+    def _layouts(self) -> Proofs:
+        """A line for each axis in use, and for as many together as there are devices for."""
+        axes = self.small.axes
+        groups = [(axis,) for axis in axes] or [()]
+        groups += [some for some in dict.fromkeys([axes[:TOGETHER], axes[-TOGETHER:]]) if len(some) > 1]
+        for some in groups:
+            name = " x ".join(some) if len(some) != 1 else f"mesh.{some[0]}"
+            yield f"{name or 'layout'} = one device", functools.partial(self._layout, some)
+
+    def _layout(self, axes: tuple[str, ...]) -> str:
+        return self.reference.compare(self.small.with_axes(self.plain, axes))
+
+    def _accumulation(self) -> str:
+        if not self.small.accumulates:
+            raise DoesNotApply("the batch is computed at once (layout.microbatches=1)")
+        layout = dataclasses.replace(self.plain.layout, microbatches=4)
+        return self.reference.compare(dataclasses.replace(self.plain, layout=layout))
+
+    def _export(self) -> str:
+        last = self.samples[1] - 1
+        end_id = min(self.small_dataset.tokenizer.end_id, last)
+        return export_is_import(self.device, self.samples[0][1], begin_id=end_id, end_id=end_id)
+
+    def _resume(self) -> str:
+        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, self.run.model.vocab_size)
+        with tempfile.TemporaryDirectory() as scratch:
+            return resume_is_unbroken(run, self.config_text, Path(scratch))
+
+
+def _adapter() -> str:
+    raise DoesNotApply("the run has no adapter")

@@ -1,0 +1,165 @@
+"""Small runs with the settings of a large one: layouts to compare, and a whole run to interrupt."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from jtrain.check.small_model import shrink_model
+from jtrain.checkpoint import CheckpointSpec
+from jtrain.config.integrity_spec import IntegritySpec
+from jtrain.config.run import EvalSpec, Run, validate
+from jtrain.data import PackedText
+from jtrain.errors import UserError
+from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.mesh import AXES, MeshSpec
+from jtrain.layout.offload_spec import OFFLOADABLE
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.transformer import Transformer
+from jtrain.profile.spec import ProfileSpec
+from jtrain.telemetry.alerts import AlertsSpec
+from jtrain.telemetry.metrics import MetricsSpec
+
+DEVICES = 8
+"""Emulated devices: three axes of two."""
+STEPS = 4
+"""Steps of the run that is interrupted in its middle."""
+LARGE_RATE = 1e-2
+"""Least rate of the compared updates, so that they are far larger than what float32 rounds of a weight."""
+_FLOAT32 = PrecisionSpec(
+    param_dtype="float32", compute_dtype="float32", reduce_dtype="float32", grad_accum_dtype="float32"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallRuns:
+    """Small runs of one large one.
+
+    run: the large run.
+    data: its data, in short rows.
+    """
+
+    run: Run
+    data: PackedText
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that the run has in use; `data=auto` is one, for it takes all devices."""
+        mesh = self.run.mesh
+        return tuple(axis for axis in AXES if getattr(mesh, axis) == "auto" or getattr(mesh, axis) > 1)
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the run computes its batch in several parts."""
+        layout = self.run.layout
+        return layout.microbatches > 1 or layout.microbatch_tokens is not None or layout.auto
+
+    def model(self, vocab_size: int) -> Transformer:
+        """The model, with as many layers as every stage and chunk of a pipeline needs."""
+        stages = 2 * self.run.pipeline.chunks_per_worker if "stage" in self.axes and not self._is_file else 2
+        return shrink_model(
+            self.run.model,
+            shrink_positions=self.data.seq_len / self.run.data.seq_len,
+            vocab_size=vocab_size,
+            periods=min(stages, max(self.run.model.num_periods, 1)) if "stage" not in self.axes else stages,
+        )
+
+    @property
+    def _is_file(self) -> bool:
+        return self.run.pipeline.is_file
+
+    def plain(self, vocab_size: int) -> Run:
+        """One device in float32, without any option of a layout."""
+        optimizer = self.run.optimizer
+        run = dataclasses.replace(
+            self.run,
+            mesh=MeshSpec(),
+            layout=LayoutSpec(),
+            kernels=(),
+            precision=_FLOAT32,
+            model=self.model(vocab_size),
+            # The formula of the updates; how their state is stored has tests of its own.
+            optimizer=dataclasses.replace(
+                optimizer,
+                peak_lr=max(optimizer.peak_lr, LARGE_RATE),
+                warmup_steps=0,
+                moment_dtype="float32",
+                master_dtype="none",
+                param_rounding="nearest",
+            ),
+            data=self.data,
+            eval=EvalSpec(every_steps=None),
+            profile=ProfileSpec(),
+            callbacks=(),
+        )
+        validate(run)
+        return run
+
+    def with_axes(self, plain: Run, axes: tuple[str, ...]) -> Run:
+        """The plain run with axes of two devices, and the layout's options.
+
+        Raises:
+          UserError: no small layout has these axes.
+        """
+        refusal: UserError | None = None
+        for layout in self._layouts(axes):
+            order = self.run.data.context_order
+            run = dataclasses.replace(
+                plain,
+                mesh=MeshSpec(**dict.fromkeys(axes, 2)),
+                layout=layout,
+                data=dataclasses.replace(plain.data, context_order=order),
+            )
+            try:
+                validate(run)
+            except UserError as error:
+                refusal = refusal or error
+                continue
+            return run
+        assert refusal is not None
+        raise refusal
+
+    def _layouts(self, axes: tuple[str, ...]) -> Iterator[LayoutSpec]:
+        """Small forms of the layout, the nearest first; a schedule may want more microbatches."""
+        layout = self.run.layout
+        shares = {name: 0.5 for name in OFFLOADABLE if getattr(layout.offload, name) == "as_needed"}
+        spec = dataclasses.replace(
+            layout,
+            auto=False,
+            zero_stage=3 if layout.auto else layout.zero_stage,
+            microbatch_tokens=None,
+            sequence_groups=min(layout.sequence_groups, 2),
+            offload=dataclasses.replace(layout.offload, unified_memory=False, **shares),
+        )
+        counts = (4, 8, 2) if "stage" in axes else (1,)
+        for microbatches, groups in itertools.product(counts, {spec.sequence_groups, 1}):
+            yield dataclasses.replace(spec, microbatches=microbatches, sequence_groups=groups)
+
+    def interrupted(self, axes: tuple[str, ...], plain: Run, vocab_size: int) -> Run:
+        """A whole run of a few steps on these axes, in the run's own precision and with its own optimizer."""
+        run = self.with_axes(plain, axes)
+        accumulation = 2 if self.accumulates and "stage" not in axes else run.layout.microbatches
+        run = dataclasses.replace(
+            run,
+            num_steps=STEPS,
+            layout=dataclasses.replace(run.layout, microbatches=accumulation),
+            precision=self.run.precision,
+            model=self.model(vocab_size),
+            optimizer=dataclasses.replace(self.run.optimizer, warmup_steps=1),
+            checkpoint=CheckpointSpec(every_steps=None),
+            metrics=MetricsSpec(log_every_steps=1),
+            integrity=IntegritySpec(),
+            alerts=AlertsSpec(),
+        )
+        validate(run)
+        return run
+
+
+def small_data(data: PackedText, *, seq_len: int, rows: int) -> PackedText:
+    """The data in short rows, read in this process."""
+    return dataclasses.replace(
+        data,
+        seq_len=seq_len,
+        global_batch=rows,
+        engine="inline",
+        lookahead_steps=1,
+    )

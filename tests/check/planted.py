@@ -1,0 +1,142 @@
+"""Bugs that `jtrain check` finds in a run, and the line that names each: what others ship, and some of our own."""
+
+from typing import NamedTuple
+
+from tests.check.example_runs import words_of
+
+KERNELS = "kernels/jtrain_kernels/"
+
+
+class PlantedBug(NamedTuple):
+    """Replacement of `old`, which occurs once in `file`, by `new`.
+
+    words: the config, and how it is set, that has what the bug breaks.
+    line: line of the check that has to fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    words: tuple[str, ...]
+    line: str
+
+
+BUGS = {
+    # What others shipped: section 2 of the reference on fine-tuning, without what needs an adapter.
+    "masks under packing: the prompt of another row is masked": PlantedBug(
+        "jtrain/data/loss_mask.py",
+        "tokens_before - tokens_before[first_of_row]",
+        "tokens_before - tokens_before[first_of_row] + 3",
+        words_of("chats"),
+        "learned = sampled",
+    ),
+    "masks under packing: no targets are left": PlantedBug(
+        "jtrain/data/loss_mask.py",
+        "target[position + max(start, 1) - 1 : position + end - 1] = IGNORE",
+        "target[position : position + target_BL.shape[1]] = IGNORE",
+        words_of("chats"),
+        "targets per batch > 0",
+    ),
+    "normalisation: mean per rank, not tokens of the global batch": PlantedBug(
+        "jtrain/step/train_step.py",
+        "weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)",
+        "weight = 1.0 / jnp.maximum(jnp.sum(batch.target_BL != IGNORE) * layout.mesh.data, 1)",
+        words_of("text", "mesh.data=2"),
+        "mesh.data = one device",
+    ),
+    "ring attention: documents that arrive count as one": PlantedBug(
+        KERNELS + "attention/ring.py",
+        "queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment\n        return pair.join",
+        "queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL) > 0, segment > 0\n        return pair.join",
+        words_of("text", "mesh.context=2"),
+        "mesh.context = one device",
+    ),
+    "a schedule that stops: the step is not restored": PlantedBug(
+        "jtrain/train/restart_point.py",
+        "state, data_state = restored.state, self._fit_data_state(restored.data_state)",
+        "state = dataclasses.replace(restored.state, step=restored.state.step * 0)\n            "
+        "data_state = self._fit_data_state(restored.data_state)",
+        words_of("text"),
+        "resume = unbroken",
+    ),
+    "Muon under sharding: each rank has its own momentum": PlantedBug(
+        "jtrain/step/zero.py",
+        "    if not axes:\n        return grad\n",
+        "    if not axes:\n        return grad * (1 + jax.lax.axis_index('data'))\n",
+        words_of("muon", "mesh.data=2", "layout.zero_stage=1"),
+        "mesh.data = one device",
+    ),
+    "evaluation: documents of one row see each other": PlantedBug(
+        "jtrain/step/train_step.py",
+        "return None, model.token_nats(weights, part, placement)",
+        "part = dataclasses.replace(part, segment_BL=part.segment_BL * 0 + 1)\n            "
+        "return None, model.token_nats(weights, part, placement)",
+        words_of("text"),
+        "packed = alone",
+    ),
+    # Of our own.
+    "the stop token is not learned": PlantedBug(
+        "jtrain/data/chat/turns.py",
+        "return start, own[: first - length], False",
+        "return start, own[:first], False",
+        words_of("chats"),
+        "learned = sampled",
+    ),
+    "what follows the stop token is learned": PlantedBug(
+        "jtrain/data/chat/turns.py",
+        "return start, own[: first - length], False",
+        "return start, own[: first - length + 1], False",
+        words_of("chats"),
+        "learned = sampled",
+    ),
+    "collation: positions from the beginning of the batch": PlantedBug(
+        "jtrain/data/constructor/collate.py",
+        "starts[low:high] - np.int32(first_token)",
+        "starts[low:high] * 0",
+        words_of("chats"),
+        "packed = alone",
+    ),
+    "a convolution sees the document before": PlantedBug(
+        KERNELS + "short_conv/api.py",
+        "same_BL = segment[:, w : w + L] == segment_BL",
+        "same_BL = segment[:, w : w + L] >= 0",
+        words_of("convolutions"),
+        "packed = alone",
+    ),
+    "each microbatch is a mean of its own": PlantedBug(
+        "jtrain/step/train_step.py",
+        "return total * weight, nats * weight",
+        "own = 1.0 / (jnp.maximum(jnp.sum(part.target_BL != IGNORE), 1) * spec.microbatches)\n            "
+        "return total * own, nats * own",
+        words_of("text", "layout.microbatches=2"),
+        "accumulation = one batch",
+    ),
+    "the data begins anew after a stop": PlantedBug(
+        "jtrain/train/attempt.py",
+        "loop.run(restored.state, restored.data_state, stop)",
+        "loop.run(restored.state, None, stop)",
+        words_of("text"),
+        "resume = unbroken",
+    ),
+    "export: keys and values change places": PlantedBug(
+        "jtrain/hf/mapping.py",
+        "            part.write(ours.astype(DTYPES[dtype], copy=False), theirs)",
+        "            part.write(ours.astype(DTYPES[dtype], copy=False)[::-1], theirs)",
+        words_of("text"),
+        "export = import",
+    ),
+    "experts: tokens come back to another rank's rows": PlantedBug(
+        "jtrain/step/zero.py",
+        'tuple(axis for axis in (*BATCH_AXES, "context") if',
+        "tuple(axis for axis in BATCH_AXES if",
+        words_of("text", "mesh.context=2"),
+        "mesh.context = one device",
+    ),
+    "stages: backward passes with positions and documents of the forward pass": PlantedBug(
+        "jtrain/step/pipelined.py",
+        "self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])",
+        "self._shared(parts, row_F[Field.FORWARD_MICROBATCH])",
+        words_of("text", "mesh.stage=2", "layout.microbatches=4"),
+        "mesh.stage = one device",
+    ),
+}
