@@ -5,6 +5,7 @@ import shlex
 
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
+from jtrain.errors import UserError
 from jtrain.runtime.platform import start_jax
 from jtrain.runtime.stores import workdir_path
 
@@ -15,6 +16,9 @@ def add_options(parser: Parser) -> None:
     add_step(parser)
     parser.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)"
+    )
+    parser.add_argument(
+        "--chat", metavar="TEXT", help="instead of --prompt: what a user says, in the run's chat template"
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context"
@@ -34,14 +38,18 @@ def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
     # Before `sampling` is imported: it imports jax, whose platform must be chosen first.
     start_jax(os.environ)
-    from jtrain.train.sampling import load, stream  # lazy: importing jax takes over a second
+    from jtrain.train.sampling import load, prompt_of, stream  # lazy: importing jax takes over a second
 
+    if args.chat is not None and args.prompt:
+        raise UserError(
+            f"--chat {args.chat!r} and --prompt {args.prompt!r} are two prompts. Give one of them."
+        )
     trained = load(workdir_path(args.workdir), args.step)
     pieces = stream(
         trained.model,
         trained.params,
         trained.tokenizer,
-        args.prompt,
+        args.prompt if args.chat is None else prompt_of(trained.data, args.chat),
         context=trained.context,
         max_tokens=args.max_tokens,
         temperature=args.temperature,

@@ -159,9 +159,9 @@ def test_the_end_is_where_the_document_ends() -> None:
     ids = answer(model, params, prompt, max_tokens=64)
     index = DECODE_CHUNK + 3
     end = ids[index]
-    cut = answer(model, params, prompt, max_tokens=64, end_id=end)
-    assert cut == ids[: ids.index(end)]
-    assert len(cut) <= index
+    cut = answer(model, params, prompt, max_tokens=64, end_ids=(end,))
+    assert cut == ids[: ids.index(end) + 1]
+    assert len(cut) <= index + 1
 
 
 # --- drawing one token ------------------------------------------------------------------------------------------
