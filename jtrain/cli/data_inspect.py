@@ -7,7 +7,6 @@ from jtrain.cli.options import add_config, add_json
 from jtrain.cli.run import Args, Parser, write_json
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import UserError
-from jtrain.report.page import html as page_html
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime.atomic_io import write_whole
 
@@ -43,7 +42,7 @@ def add_inspect_options(parser: Parser) -> None:
 def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
     if args.html is not None and not args.tokens:
-        raise UserError(f"--html {args.html} is a page of tokens. Give --tokens as well, or leave it out.")
+        raise UserError(f"--html {args.html} is a page of tokens. Give --tokens, or leave --html out.")
     if args.order and args.tokens:
         raise UserError("--tokens shows one step, and --order many. Leave one of them out.")
     if args.order:
@@ -77,6 +76,8 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
         print(f"{learned:,} tokens are learned, {tokens - learned:,} only read")
         named = [(f"row {piece['row']}, {name}", piece) for name, piece in zip(names, pieces, strict=True)]
         if args.html is not None:
+            from jtrain.report.page import html as page_html  # lazy: most calls print to the terminal
+
             write_whole(args.html, page_html(tokens_page(f"Tokens of step {step}", named)))
             print(f"wrote {args.html}")
         else:

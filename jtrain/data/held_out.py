@@ -175,7 +175,8 @@ class HeldOutSet:
             questions += [
                 Question(source, read.ids[:start], read.ids[start:end])
                 for start, end in zip(edges[::2], edges[1::2], strict=True)
-                if 0 < start < end <= context
+                # What ends with a row may have been cut there.
+                if 0 < start < end < context
             ]
         return questions[:count]
 

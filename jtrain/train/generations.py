@@ -87,16 +87,15 @@ class Generations:
                 )
         self._whole = jax.jit(self._in_compute_dtype, out_shardings=NamedSharding(mesh, P()))
 
-    def __bool__(self) -> bool:
-        return bool(self._sets or self._prompts)
-
     def __call__(self, params: Params) -> Iterator[Generation]:
         """Yields the answers to all questions and prompts."""
         memory = jax.tree.map(lambda x: NamedSharding(self._mesh, x.sharding.spec), params)
-        whole = self._whole(jax.device_put(params, memory))
+        replicated = self._whole(jax.device_put(params, memory))
+        # One device of each process answers: the others hold the same weights.
+        whole = jax.tree.map(lambda x: x.addressable_data(0), replicated)
         for name, held_out in self._sets.items():
             questions = held_out.questions(self._count, context=self._context)
-            stops = {int(question.answer[-1]) for question in questions}
+            stops = {int(question.answer[-1]) for question in questions if question.answer is not None}
             for question in questions:
                 tokenizer = held_out.streams[question.source].tokenizer
                 yield self._answer(whole, name, question, tokenizer, stops | {tokenizer.end_id})

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, vocab_size=VOCAB, z_loss=1e-3
 )
 # The balance loss is a matter of rows, not of documents: packing changes it by its definition.
-EXPERTS = SIZES | dict(
+EXPERTS: dict[str, Any] = SIZES | dict(
     d_ff=16, moe=MoESpec(num_experts=4, top_k=2, d_ff=16, balance_loss=0.0, router_z_loss=0.1)
 )
 
@@ -92,7 +92,7 @@ def first_step(
     batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), batch)
     state, metrics = step(init_state(lay, optimizer, mesh, seed=0), batch)
     order = np.argsort(lay.pipeline.order) if lay.pipeline else slice(None)
-    moments = map_params(
+    moments: Any = map_params(
         lambda info, x: np.asarray(x)[order] if info.is_stacked else np.asarray(x), infos, state.opt_state.mu
     )
     return float(metrics["loss_nats"]), int(metrics["tokens"]), flatten_dict(moments, sep=".")
