@@ -5,7 +5,6 @@ import shlex
 
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
-from jtrain.errors import UserError
 from jtrain.runtime.platform import start_jax
 from jtrain.runtime.stores import workdir_path
 
@@ -14,11 +13,12 @@ def add_options(parser: Parser) -> None:
     """Declares the options."""
     add_workdir(parser)
     add_step(parser)
-    parser.add_argument(
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)"
     )
-    parser.add_argument(
-        "--chat", metavar="TEXT", help="instead of --prompt: what a user says, in the run's chat template"
+    begin.add_argument(
+        "--chat", metavar="TEXT", help="what a user says, in the chat template of the run's data"
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context"
@@ -40,10 +40,6 @@ def generate(args: Args) -> int:
     start_jax(os.environ)
     from jtrain.train.sampling import load, prompt_of, stream  # lazy: importing jax takes over a second
 
-    if args.chat is not None and args.prompt:
-        raise UserError(
-            f"--chat {args.chat!r} and --prompt {args.prompt!r} are two prompts. Give one of them."
-        )
     trained = load(workdir_path(args.workdir), args.step)
     pieces = stream(
         trained.model,

@@ -252,7 +252,8 @@ def _loss(
 
 def _sums(summary: tuple[Any, ...], z_loss: float) -> Float[Array, "2"]:
     """Objective and nats of one chunk."""
-    return jnp.stack(weighted_sums(*summary, z_loss))
+    lse_c, picked_c, target_c, weight_c = summary
+    return jnp.stack(weighted_sums(lse_c, picked_c, target_c, weight_c, z_loss))
 
 
 def weighted_sums(
