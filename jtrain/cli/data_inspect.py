@@ -1,5 +1,6 @@
 """`jtrain data inspect`: the documents and tokens of one step, or the order of many."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.cli.options import add_config, add_json
@@ -7,6 +8,7 @@ from jtrain.cli.run import Args, Parser, write_json
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import UserError
 from jtrain.report.table import Table, numbers, words
+from jtrain.runtime.atomic_io import write_whole
 
 if TYPE_CHECKING:
     from jtrain.config.run import Run
@@ -32,10 +34,15 @@ def add_inspect_options(parser: Parser) -> None:
         action="store_true",
         help="print every token, those that are learned apart from those read",
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="with --tokens: write them as a page for a browser"
+    )
 
 
 def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
+    if args.html is not None and not args.tokens:
+        raise UserError(f"--html {args.html} is a page of tokens. Give --tokens, or leave --html out.")
     if args.order and args.tokens:
         raise UserError("--tokens shows one step, and --order many. Leave one of them out.")
     if args.order:
@@ -63,12 +70,19 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     several = len(dataset.names) > 1
     names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
     if args.tokens:
-        from jtrain.data.inspect.token_runs import token_lines
+        from jtrain.data.inspect.token_runs import token_lines, tokens_page
 
         learned = sum(sum(piece["is_learned"]) for piece in pieces)
         print(f"{learned:,} tokens are learned, {tokens - learned:,} only read")
-        for name, piece in zip(names, pieces, strict=True):
-            print("\n".join([f"row {piece['row']}, {name}:", *token_lines(piece)]))
+        named = [(f"row {piece['row']}, {name}", piece) for name, piece in zip(names, pieces, strict=True)]
+        if args.html is not None:
+            from jtrain.report.page import html as page_html  # lazy: most calls print to the terminal
+
+            write_whole(args.html, page_html(tokens_page(f"Tokens of step {step}", named)))
+            print(f"wrote {args.html}")
+        else:
+            for name, piece in named:
+                print("\n".join([f"{name}:", *token_lines(piece)]))
         write_json(args, {"step": step, "tokens": tokens, "learned": learned, "pieces": pieces})
         return 0
     table = Table("documents", numbers("row") + words("document") + numbers("tokens") + words("text"))

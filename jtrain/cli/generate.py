@@ -13,8 +13,12 @@ def add_options(parser: Parser) -> None:
     """Declares the options."""
     add_workdir(parser)
     add_step(parser)
-    parser.add_argument(
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)"
+    )
+    begin.add_argument(
+        "--chat", metavar="TEXT", help="what a user says, in the chat template of the run's data"
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context"
@@ -34,14 +38,14 @@ def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
     # Before `sampling` is imported: it imports jax, whose platform must be chosen first.
     start_jax(os.environ)
-    from jtrain.train.sampling import load, stream  # lazy: importing jax takes over a second
+    from jtrain.train.sampling import load, prompt_of, stream  # lazy: importing jax takes over a second
 
     trained = load(workdir_path(args.workdir), args.step)
     pieces = stream(
         trained.model,
         trained.params,
         trained.tokenizer,
-        args.prompt,
+        args.prompt if args.chat is None else prompt_of(trained.data, args.chat),
         context=trained.context,
         max_tokens=args.max_tokens,
         temperature=args.temperature,

@@ -31,6 +31,7 @@ from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
+from jtrain.step.objective import ObjectiveSpec
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.xla_options import Deterministic
 from jtrain.supervise.spec import SuperviseSpec
@@ -46,12 +47,25 @@ class EvalSpec:
     every_steps: train steps between evaluations; None disables evaluation.
     sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a
       training source. An evaluation reads at most `data.eval_batches` batches of each set.
+    first: True to evaluate the weights of step 0 as well, which a fine-tuned model is compared with.
+    answers: turns of held-out samples of each set that the model answers at each evaluation, with the most likely
+      tokens; generations.jsonl in the workdir keeps them, and `eval_exact` is the share that equals the sample's.
+    prompts: fixed prompts that it answers as well: what a user says if the data has chats, otherwise the
+      beginning of a document.
+    answer_tokens: most tokens of an answer.
     """
 
     every_steps: int | None = 100
     sets: dict[str, Source] = dataclasses.field(default_factory=dict)
+    first: bool = False
+    answers: int = 0
+    prompts: tuple[str, ...] = ()
+    answer_tokens: int = 128
 
     def __post_init__(self) -> None:
+        for name, minimum in (("answers", 0), ("answer_tokens", 1)):
+            if (value := getattr(self, name)) < minimum:
+                raise UserError(f"eval.{name}={value} must be at least {minimum}. Set eval.{name}.")
         if self.every_steps is not None and self.every_steps < 1:
             raise UserError(
                 f"eval.every_steps={self.every_steps} must be at least 1, or None to disable evaluation."
@@ -91,6 +105,7 @@ class Run:
     kernels: Kernels = ()
     model: Transformer
     optimizer: AdamW | Muon
+    objective: ObjectiveSpec = dataclasses.field(default_factory=ObjectiveSpec)
     data: PackedText
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
     guard: GuardSpec = dataclasses.field(default_factory=GuardSpec)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.chat.turns import compare_blocks
 from jtrain.data.constructor.batch_state import DataState
 from jtrain.data.constructor.constructor import ConstructorSetup
 from jtrain.data.constructor.context_order import context_order
@@ -95,6 +96,10 @@ class TextDataset:
     def _open(self, setup: SourceSetup) -> ChunkStream:
         stream = ChunkStream(setup, opening_of(setup.name, self.say))
         self.spec.check_samples(setup.name, setup.source, has_samples=stream.has_samples)
+        if self.say is not None and setup.prepared is None:
+            mask = setup.source.mask_with(setup.tokenizer, setup.end_token, name=setup.name)
+            if mask is not None and (line := compare_blocks(mask.rule)):
+                self.say(f"data: {field_of(setup.name)}: {line}")
         chunk_tokens, row_tokens = self.spec.cut_of(has_samples=stream.has_samples)
         if row_tokens == setup.row_tokens:
             return stream

@@ -28,6 +28,7 @@ from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.chunk_reader import Read
 from jtrain.data.stream.chunk_stream import ChunkStream, Origin
 from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.data.tokenizer import Ids
 from jtrain.errors import FileError, UserError
 from jtrain.layout.dims import Batch
 
@@ -57,6 +58,18 @@ class HeldOutBatch:
     batch: Batch
     document_BL: Int32[np.ndarray, "B L"]
     text_bytes: int | None
+
+
+class Question(NamedTuple):
+    """Turn of a held-out sample, or a prompt without an answer that is known.
+
+    source: number of the stream.
+    prompt, answer: ids that are read, and those that are learned behind them.
+    """
+
+    source: int
+    prompt: Ids
+    answer: Ids | None
 
 
 class _Documents(NamedTuple):
@@ -141,6 +154,31 @@ class HeldOutSet:
             len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum()
             for read in reads
         )
+
+    def questions(self, count: int, *, context: int) -> list[Question]:
+        """Returns turns of the first documents, at most `count`: what is learned behind a prompt.
+
+        Args:
+          context: most tokens of prompt and answer; longer ones are left out.
+        """
+        questions: list[Question] = []
+        for number in range(int(self.document_table.end[-1])):
+            if len(questions) >= count:
+                break
+            document, chunk = self._document_of(number)
+            # The rest of a document that is cut lacks its beginning.
+            if chunk:
+                continue
+            read = self._read(number)
+            edges = [0, *(int(edge) for edge in read.ignored.ravel()), len(read.ids)]
+            source = int(self.document_table.source[document])
+            questions += [
+                Question(source, read.ids[:start], read.ids[start:end])
+                for start, end in zip(edges[::2], edges[1::2], strict=True)
+                # What ends with a row may have been cut there.
+                if 0 < start < end < context
+            ]
+        return questions[:count]
 
     def batches(self, *, context: int = 1) -> Iterator[HeldOutBatch]:
         """Yields the batches of an evaluation, at most `data.eval_batches`.

@@ -36,7 +36,8 @@ class PackedText:
     sources: sources by name, for a run with several.
     seq_len: tokens per row.
     global_batch: rows per step, over all devices.
-    tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`; a source may have its own.
+    tokenizer: `bytes`, `bytes_chat` (bytes, marks of chats and a chat template), or the path of a Hugging
+      Face `tokenizer.json`; a source may have its own.
     end_token: the token that ends a document, if the tokenizer's files do not name it.
     text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Integer, UInt
 
+from jtrain.data.tokenizer_files import BYTES, BYTES_CHAT, folder_of
 from jtrain.errors import FileError, UserError
 
 type Ids = Int[np.ndarray, " tokens"]
@@ -99,7 +100,9 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int] | Ids) -> str: ...
+    def decode(self, ids: Sequence[int] | Ids, *, specials: bool = False) -> str:
+        """Returns the text, with special tokens as they are spelled if `specials`."""
+        ...
 
 
 class ByteTokenizer:
@@ -145,7 +148,7 @@ class ByteTokenizer:
         """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""
         return (ids != 0).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
+    def decode(self, ids: Sequence[int] | Ids, *, specials: bool = False) -> str:
         """Returns the text; bytes that are not UTF-8 become U+FFFD, as sampling may stop in a character."""
         return np.asarray(ids, np.int64).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -321,9 +324,8 @@ class HFTokenizer:
                 table[i] = len(token.replace("\u2581", " ").encode("utf-8"))
         return table
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Returns the text without special tokens."""
-        return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Sequence[int] | Ids, *, specials: bool = False) -> str:
+        return self._rust.decode([int(i) for i in ids], skip_special_tokens=not specials)
 
 
 def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
@@ -375,13 +377,15 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of its folder.
+    """Returns the tokenizer called `name`: `bytes`, `bytes_chat` (bytes with marks of chats), or the path of a
+    `tokenizer.json` or of its folder.
 
     Raises:
       UserError: as of `HFTokenizer`, or `end_token` is set for bytes.
     """
-    if name != "bytes":
-        return HFTokenizer(name, end_token=end_token)
+    if name != BYTES:
+        path = folder_of(name) if name == BYTES_CHAT else name
+        return HFTokenizer(path or name, end_token=end_token)
     if end_token is not None:
         raise UserError(
             f"data.end_token={end_token!r} has no meaning for data.tokenizer='bytes', where byte 0 ends a "

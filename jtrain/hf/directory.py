@@ -26,6 +26,7 @@ memory."""
 GENERATION = "generation_config.json"
 """File of the tokens that begin and end a generated text, and of how it is sampled."""
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,7 +35,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     GENERATION,
 )
 
@@ -48,6 +49,7 @@ def write_directory(
     dtype: str,
     family: Family | None = None,
     tokenizer_folder: Path | None = None,
+    chat_template: str = "",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Writes a directory that transformers loads, and returns the names of its files.
@@ -59,6 +61,7 @@ def write_directory(
       config: contents of config.json, from `config_from_model`.
       family: whose names the tensors get; None for the one that describes the model.
       tokenizer_folder: folder whose tokenizer files are copied.
+      chat_template: Jinja that replaces the folder's chat template; empty to leave it.
 
     Raises:
       UserError: `folder` exists and is not empty.
@@ -77,6 +80,8 @@ def write_directory(
             for name in TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
                     shutil.copyfile(tokenizer_folder / name, part / name)
+        if chat_template:
+            (part / CHAT_TEMPLATE).write_text(chat_template, "utf-8")
         _write_json(part / CONFIG, config)
     return sorted(path.name for path in folder.iterdir())
 

@@ -20,6 +20,7 @@ from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint, read_params
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import make_tokenizer, open_dataset
+from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.directory import check_empty, write_directory
 from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
@@ -78,7 +79,8 @@ def export(
         their_config,
         dtype=dtype,
         family=family,
-        tokenizer_folder=_tokenizer_folder(run.data.tokenizer),
+        tokenizer_folder=folder_of(run.data.tokenizer),
+        chat_template=_chat_template(run),
     )
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
@@ -252,12 +254,16 @@ def _first_state(run: Run, scaling: dict[str, Any]) -> TrainState:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
 
 
-def _tokenizer_folder(tokenizer: str) -> Path | None:
-    """Folder of a tokenizer's files; None for `bytes`, which has no files."""
-    if tokenizer == "bytes":
-        return None
-    path = Path(tokenizer).expanduser()
-    return path if path.is_dir() else path.parent
+def _chat_template(run: Run) -> str:
+    """Returns the template that the run's chats were written with; empty if it had none, or several."""
+    sources = {
+        template.exported
+        for setup in run.data.setups(seed=run.seed)
+        if (mask := setup.source.mask_with(setup.tokenizer, setup.end_token, name=setup.name)) is not None
+        if mask.is_chat
+        for template in (mask.rule.template,)
+    }
+    return sources.pop() if len(sources) == 1 else ""
 
 
 def _size(infos: Any) -> str:

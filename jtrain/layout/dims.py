@@ -36,13 +36,15 @@ class Batch:
 
     A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 in padding;
     `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or
-    `IGNORE`.
+    `IGNORE`. `weight_BL` is the factor of each target in the loss, float32; None weighs all alike. A step may
+    set it from the other arrays (`ObjectiveSpec`); the data plane does not.
     """
 
     token_BL: Int[Any, "B L"]
     target_BL: Int[Any, "B L"]
     position_BL: Int[Any, "B L"]
     segment_BL: Int[Any, "B L"]
+    weight_BL: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

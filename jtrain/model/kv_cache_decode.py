@@ -6,7 +6,7 @@ generates `DECODE_CHUNK`. Both work on a cache of fixed size.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -191,14 +191,17 @@ def generate_ids(
     max_tokens: int,
     sampler: TokenSampler,
     seed: int,
-    end_id: int | None = None,
+    end_ids: Collection[int] = (),
+    context: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the tokens that follow a prompt in chunks, until `end_id` (not yielded) or `max_tokens`.
+    """Yields the tokens that follow a prompt in chunks, until one of `end_ids` (yielded last) or `max_tokens`.
 
     The tokens depend only on the parameters, the prompt, the sampler and the seed.
 
     Args:
       params: matrices in the dtype to compute in, scales in float32.
+      context: most tokens of prompt and answer, so that all prompts share a cache of one size; None for those
+        of this prompt.
 
     Raises:
       UserError: the prompt is empty.
@@ -208,6 +211,8 @@ def generate_ids(
         raise UserError("the prompt has no token to start from. Give a prompt.")
     # The last chunks of prompt and answer are padded to full length, so the cache needs room for them.
     max_len = _round_up(num_prompt, PROMPT_CHUNK) + _round_up(max_tokens, PROMPT_CHUNK)
+    if context is not None:
+        max_len = _round_up(context, PROMPT_CHUNK) + PROMPT_CHUNK
     cache = empty_cache(model, batch=1, max_len=max_len, dtype=params["embed_VD"].dtype.name)
     logits_BV: Array | None = None
     # Every chunk has the same shape, so one compiled program reads any prompt.
@@ -225,8 +230,8 @@ def generate_ids(
         )
         # The last chunk draws all its tokens; those beyond max_tokens are cut here.
         ids = np.asarray(tokens_LB)[:remaining, 0].tolist()
-        if end_id in ids:
-            yield ids[: ids.index(end_id)]
+        if ends := [place for place, token in enumerate(ids) if token in end_ids]:
+            yield ids[: ends[0] + 1]
             return
         yield ids
         remaining -= len(ids)

@@ -165,6 +165,19 @@ class RouterLosses:
         """The sums before the first layer."""
         return cls(*jnp.zeros((2,)), load=jnp.zeros(()) if spec.bias_update_rate else None)
 
+    def mean(
+        self, spec: MoESpec, num_routers: int, targets_per_token: Float[Array, ""] | None
+    ) -> Float[Array, ""]:
+        """Sum of the losses with their coefficients: a mean over routers, so that a coefficient means the same at
+        any depth.
+
+        Args:
+          targets_per_token: targets over tokens that are not padding; the caller divides by the targets.
+        """
+        loss = (spec.balance_loss * self.balance + spec.router_z_loss * self.z) / num_routers
+        loss = loss if targets_per_token is None else loss * targets_per_token
+        return loss if self.load is None else loss + self.load
+
 
 def route(
     logits_BLX: Float[Array, "B L X"],

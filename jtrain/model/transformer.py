@@ -320,29 +320,33 @@ class Transformer(nnx.Module):
         return placement.fetch("unembed_DV", params["unembed_DV"])
 
     def loss(
-        self, params: Params, batch: Batch, placement: Placement
+        self, params: Params, batch: Batch, placement: Placement, targets_per_token: Array | None = None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective, and the cross entropy in nats.
 
         The objective includes the z-loss and, for a mixture of experts, the router losses averaged over
         layers. The caller divides by the number of valid targets of the whole global batch, so that any split
-        of the batch gives the same loss. Only the objective is differentiable.
+        of the batch gives the same loss. Routers see masked prompts too: `targets_per_token` makes a mean over
+        all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
         x_BLD, losses = self._forward(params, batch, placement)
-        total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement)
+        total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement, batch.weight_BL)
         if self.router is None or losses is None:
             return total, nats
-        router_loss = self.router.balance_loss * losses.balance + self.router.router_z_loss * losses.z
-        # The router losses are means over layers, so a coefficient means the same at any depth.
-        total += router_loss / self.num_routers
-        return total if losses.load is None else total + losses.load, nats
+        return total + losses.mean(self.router, self.num_routers, targets_per_token), nats
 
     def cross_entropy(
-        self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
+        self,
+        params: Params,
+        x_BLD: Float[Array, "B _ D"],
+        target_BL: Int[Array, "B L"],
+        placement: Placement,
+        weight_BL: Float[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
-            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, **self._loss_settings)
+            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, weight_BL=weight_BL)
+            sizes |= self._loss_settings
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
                 fetch = functools.partial(placement.fetch, path)
@@ -360,10 +364,8 @@ class Transformer(nnx.Module):
         vocabulary, tied, settings = placement.vocabulary, self.tie_embeddings, self._loss_settings
         with jax.named_scope("loss"):
             if placement.lookup is None:
-                unembed, axis = (
-                    self.unembed(params, placement),
-                    vocabulary["axis"] if vocabulary["shards"] > 1 else None,
-                )
+                unembed = self.unembed(params, placement)
+                axis = vocabulary["axis"] if vocabulary["shards"] > 1 else None
                 return ops.token_cross_entropy(x_BLD, unembed, target_BL, axis=axis, **settings)
             path = "embed_VD" if tied else "unembed_DV"
             fetch = functools.partial(placement.fetch, path)
@@ -394,6 +396,5 @@ class Transformer(nnx.Module):
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh; for parity tests."""
         placement = single_device(dtype)
-        x_BLD = self.hidden(params, batch, placement)
-        logits_BLV = ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
-        return ops.capped(logits_BLV, self.logit_soft_cap)
+        logits_BLV = ops.linear(self.hidden(params, batch, placement), self.unembed(params, placement))
+        return ops.capped(logits_BLV.astype(jnp.float32), self.logit_soft_cap)

@@ -34,13 +34,14 @@ def unembedding_loss(
     chunk_tokens: int | None,
     z_loss: float,
     soft_cap: float | None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`ops.linear_cross_entropy` at this device's positions, with its V / shards columns of the vocabulary.
 
     Args:
-      target_BL: targets at all positions.
+      target_BL, weight_BL: at all positions.
     """
-    settings: Any = dict(chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap)
+    settings: Any = dict(chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap, weight_BL=weight_BL)
     if shards == 1:
         return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
     return ops.vocab_parallel_linear_cross_entropy(x_BLD, kernel_DW, target_BL, axis=axis, **settings)
@@ -58,6 +59,7 @@ def loss_in_parts(
     chunk_tokens: int | None,
     z_loss: float,
     soft_cap: float | None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
 
@@ -65,7 +67,7 @@ def loss_in_parts(
 
     Args:
       shard: this device's block: [d, V / shards], or [V / shards, d] if tied.
-      target_BL: targets at all positions.
+      target_BL, weight_BL: at all positions.
       fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
     """
     shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
@@ -80,6 +82,7 @@ def loss_in_parts(
             chunk_tokens=chunk_tokens,
             z_loss=z_loss,
             soft_cap=soft_cap,
+            weight_BL=weight_BL,
         )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.linear_cross_entropy_in_parts(
@@ -92,6 +95,7 @@ def loss_in_parts(
         z_loss=z_loss,
         soft_cap=soft_cap,
         axis=axis if shards > 1 else None,
+        weight_BL=weight_BL,
     )
 
 

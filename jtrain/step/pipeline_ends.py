@@ -63,6 +63,7 @@ class Ends:
         y_BLD: Float[Array, "B _ D"],
         target_BL: Int[Array, "B L"],
         unit: Float[Array, ""],
+        weight_BL: Float[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
         """This device's share of the loss in nats, and the gradients of `trained` and of y.
 
@@ -72,18 +73,22 @@ class Ends:
         Args:
           y_BLD: output of the last layer on `head_worker`; not used on others.
           unit: 1 / tokens of the batch.
+          weight_BL: `Batch.weight_BL`.
 
         Returns:
           The gradient of y is the same on every stage.
         """
         # Each stage takes 1 / stages of the tokens through the norm; the op itself gathers them for every
         # part of V.
-        own_TD, own_target_T = self._own_tokens(y_BLD), self._targets_by_owner(target_BL, y_BLD)
+        own_TD, own_target_T = self._own_tokens(y_BLD), self._by_owner(target_BL, y_BLD, IGNORE)
+        weight_BT = None if weight_BL is None else self._by_owner(weight_BL, y_BLD, 0)[None]
 
         def objective(trained: Params, x_TD: Array) -> tuple[Array, Array]:
             weights = self.weights(trained)
             x_BLD = self.model.normed(weights, x_TD[None], self.placement)
-            total, nats = self.model.cross_entropy(weights, x_BLD, own_target_T[None], self.placement)
+            total, nats = self.model.cross_entropy(
+                weights, x_BLD, own_target_T[None], self.placement, weight_BT
+            )
             return total * unit, nats * unit
 
         differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -98,7 +103,7 @@ class Ends:
         weights = self.weights(trained)
         # [None]: this stage's tokens as one row, for a model that takes [B, L].
         x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
-        target_BL = self._targets_by_owner(target_BL, y_BLD)[None]
+        target_BL = self._by_owner(target_BL, y_BLD, IGNORE)[None]
         own_T = self.model.nats_of(weights, x_BLD, target_BL, self.placement)[0]
         return self._gather_owners(own_T[:, None], y_BLD[..., :1])[..., 0]
 
@@ -124,13 +129,13 @@ class Ends:
             x_TD = jax.lax.all_gather(x_TD, "stage", axis=0, tiled=True)
         return x_TD[: rows * length].reshape(rows, length, -1)
 
-    def _targets_by_owner(self, target_BL: Int[Array, "B L"], like_BLD: Any) -> Int[Array, " T"]:
-        """Targets of all tokens, by the device along (stage, tensor) that has the token."""
-        tensor, stage, rows = self.placement.tensor, self.placement.stage, target_BL.shape[0]
+    def _by_owner(self, value_BL: Shaped[Array, "B L"], like_BLD: Any, fill: int) -> Shaped[Array, " T"]:
+        """Targets or weights of all tokens, by the device along (stage, tensor) that has the token."""
+        tensor, stage, rows = self.placement.tensor, self.placement.stage, value_BL.shape[0]
         # Tokens lie [tensor][stage] after the sequence split, but the op numbers devices (stage, tensor).
-        by_tensor = target_BL.reshape(rows, tensor, like_BLD.shape[1]).swapaxes(0, 1).reshape(tensor, -1)
+        by_tensor = value_BL.reshape(rows, tensor, like_BLD.shape[1]).swapaxes(0, 1).reshape(tensor, -1)
         # Padded tokens have no target and add no loss.
-        padded = jnp.stack([_pad_tokens(target_T, stage, IGNORE) for target_T in by_tensor])
+        padded = jnp.stack([_pad_tokens(value_T, stage, fill) for value_T in by_tensor])
         return padded.reshape(tensor, stage, -1).swapaxes(0, 1).reshape(-1)
 
 
@@ -173,14 +178,15 @@ class EndLayers:
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
         """Computes `Ends.loss`; behind further layers, `head_worker` has the gradient of y, others 0."""
         target_BL = parts.target_BL[microbatch]
+        weight_BL = None if parts.weight_BL is None else parts.weight_BL[microbatch]
         if not self.ends.model.last:
-            return self.ends.loss(trained, y_BLD, target_BL, unit)
+            return self.ends.loss(trained, y_BLD, target_BL, unit, weight_BL)
 
         def last(trained: Params, y_BLD: Array) -> LayerCarry:
             return self._through_last(trained, y_BLD, parts, microbatch)
 
         (x_BLD, _), vjp = jax.vjp(last, trained, y_BLD)
-        nats, grads, dx_BLD = self.ends.loss(trained, x_BLD, target_BL, unit)
+        nats, grads, dx_BLD = self.ends.loss(trained, x_BLD, target_BL, unit, weight_BL)
         last_grads, dy_BLD = vjp(self._cotangents(self.ends.head_worker, dx_BLD))
         return nats, jax.tree.map(jnp.add, grads, last_grads), dy_BLD
 

@@ -31,8 +31,13 @@ def chunks_of(
     trained: Params,
     scaling: dict[str, Any] | None,
     unit: Float[Array, ""],
+    targets_per_token: Float[Array, ""] | None = None,
 ) -> StageChunks:
-    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
+    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None.
+
+    Args:
+      unit, targets_per_token: as in `LossScale`.
+    """
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
     # 8-bit kernels wrap what `fetch` reads, so values are attached first.
@@ -44,6 +49,8 @@ def chunks_of(
     router = None
     if (spec := model.router) is not None:
         loss_weights_2 = jnp.stack([spec.balance_loss * unit, spec.router_z_loss * unit]) / model.num_routers
+        if targets_per_token is not None:
+            loss_weights_2 *= targets_per_token
         # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
         router = RouterLosses(*loss_weights_2, load=unit if spec.bias_update_rate else None)
     split_paths = frozenset[str]()

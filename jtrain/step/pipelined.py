@@ -27,6 +27,7 @@ from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.step.objective import LossScale
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import EndLayers, Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
@@ -68,14 +69,13 @@ def pipelined_gradients(
     params: Params,
     scaling: dict[str, Any],
     parts: Batch,
-    unit: Float[Array, ""],
+    scale: LossScale,
 ) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
     """Gradients of one worker over all microbatches, its largest values in 8 bits, its share of the loss.
 
     Args:
       params, scaling: this worker's.
       parts: microbatches, the same on every stage.
-      unit: 1 / tokens of the batch.
 
     Returns:
       Gradients in the shapes of `trained_part`.
@@ -84,17 +84,18 @@ def pipelined_gradients(
     if gathers_once(layout):
         # Once per step: layers inside the ticks then see ZeRO-1, and neither gather nor scatter there.
         full_layout, params = gather_once(layout, params)
-        grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, unit)
+        grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, scale)
         return scatter_once(layout, grads), amax, nats
     trained = trained_part(layout, params)
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
-    worker = Worker(
-        model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit)
+    chunks = chunks_of(
+        model, layout, placement, params, trained, scaling, scale.unit, scale.targets_per_token
     )
+    worker = Worker(model, layout, ticks, ends, chunks)
     # Everything but the layers: their gradients are summed chunk by chunk in the carry.
-    final = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
+    final = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, scale.unit)
     amax = {"layers": unflatten_dict(final.layers.amax, sep=".")} if scaling else {}
     return {**final.ends, "layers": unflatten_dict(final.layers.trained, sep=".")}, amax, final.nats
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
-from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES
 from jtrain.model import ops
@@ -32,6 +32,7 @@ from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.checksums import sum_of_bits
+from jtrain.step.objective import scale_of
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_weights import pipeline_placement
 from jtrain.step.torus_collectives import along_torus
@@ -42,7 +43,6 @@ from jtrain.step.zero import (
     exchange_heads,
     param_tree,
     placement_of,
-    psum_batch,
     trained_part,
 )
 
@@ -180,8 +180,8 @@ def _local_signature(
 ) -> UInt32[Array, " words"]:
     infos = tuple(p.info for p in layout.params)
     placement = placement_of(layout) if layout.pipeline is None else pipeline_placement(layout)
-    num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
-    unit = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    scale, _ = scale_of(layout, batch, has_router=model.router is not None)
+    unit = scale.unit
     params = exchange_heads(layout, params)
     trained = trained_part(layout, params)
     forward_weights = attach_values(layout, trained, params)
@@ -216,7 +216,7 @@ def _local_signature(
                 first_microbatch,
                 unit,
             )
-        total, nats = model.loss(weights, first_microbatch, probed)
+        total, nats = model.loss(weights, first_microbatch, probed, scale.targets_per_token)
         return total * unit, nats
 
     # Per layer, because a scan over layers gives each its own gradient: [Y, 2].

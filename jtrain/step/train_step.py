@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.offload_spec import OFFLOADABLE
@@ -37,6 +37,7 @@ from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.gradient_sums import GradientSums, streamed_norm, sums_gradients, zero_sums
 from jtrain.step.guard import GuardState, judge_update, not_finite
+from jtrain.step.objective import TOKENS, ObjectiveSpec, scale_of
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
@@ -70,10 +71,12 @@ def make_train_step(
     traced: bool = False,
     checksums: bool = False,
     deterministic: Deterministic = "auto",
+    objective: ObjectiveSpec = TOKENS,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
-    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss),
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per sample;
+    without z-loss),
     grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
     `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
     the loss before any sum, and the NaN and infinite elements of its shard of the new state.
@@ -85,6 +88,7 @@ def make_train_step(
       checksums: the step also returns the metrics `checksums.METRIC` and `GRADIENT_BITS`, the sums of the
         bits of state and gradients on every device.
       deterministic: as in `compiler_options`.
+      objective: what the loss is the mean over.
 
     Raises:
       UserError: these devices do not support precision.matmul_dtype; or as `counts_of`.
@@ -97,7 +101,9 @@ def make_train_step(
     if layout.pipeline is not None:
         counts_of(layout)  # refuses what no pipelined step can do
     gradients = jax.shard_map(
-        lambda params, scaling, batch, step: local_gradients(model, layout, params, scaling, batch, step),
+        lambda params, scaling, batch, step: local_gradients(
+            model, layout, params, scaling, batch, step, objective
+        ),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC, P()),
         out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
@@ -233,6 +239,7 @@ def local_gradients(
     scaling: dict[str, Any],
     batch: Batch,
     step: Int[Array, ""],
+    objective_spec: ObjectiveSpec = TOKENS,
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Computes one device's part of a step, inside the shard_map.
 
@@ -248,16 +255,14 @@ def local_gradients(
     # Once per step and not per microbatch: the exchange carries all layers' key heads.
     params = exchange_heads(layout, params)
     with jax.named_scope("batch"):
-        num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
-        # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not
-        # its own.
-        weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+        scale, batch = scale_of(layout, batch, objective_spec, has_router=model.router is not None)
+        num_tokens, weight = scale.num_tokens, scale.unit
 
     def objective(
         trained: Params, probes: Any, part: Batch, sums: GradientSums | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         weights = weights_of(layout, trained, params, scaling, probes, weight, sums)
-        total, nats = model.loss(weights, part, placement)
+        total, nats = model.loss(weights, part, placement, scale.targets_per_token)
         with jax.named_scope("loss"):
             return total * weight, nats * weight
 
@@ -280,7 +285,7 @@ def local_gradients(
     trained = trained_part(layout, params)
     if layout.pipeline is not None:
         parts = microbatches(layout, batch)
-        grads, amax, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
+        grads, amax, loss = pipelined_gradients(model, layout, params, scaling, parts, scale)
     # A single microbatch needs no float32 sums beside its gradients, 4 bytes per parameter.
     elif not sums_gradients(layout):
         (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)

@@ -12,6 +12,7 @@ from jtrain.telemetry.append_file import keep_lines, parse_line
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
 NOTES = "data.log"
+GENERATIONS = "generations.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)

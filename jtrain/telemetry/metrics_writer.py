@@ -111,8 +111,18 @@ class Metrics:
             with _broken_stream_allowed():
                 self._progress.train(line)
 
-    def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
-        """Writes the line of an evaluation after `step`: results on the split, if any, and `eval.sets`."""
+    def evaluation(
+        self,
+        step: int,
+        split: EvalResult | None,
+        sets: dict[str, EvalResult],
+        exact: dict[str, float] | None = None,
+    ) -> None:
+        """Writes the line of an evaluation after `step`: results on the split, if any, and `eval.sets`.
+
+        Args:
+          exact: share of exact answers to held-out samples, by set; None if the model gives none.
+        """
         names = [field.name for field in dataclasses.fields(EvalResult)]
         # Every field is in the line even without a split, as null: all lines have the same keys.
         line: dict[str, Any] = {
@@ -120,6 +130,7 @@ class Metrics:
             **{f"eval_{name}": getattr(split, name, None) for name in names},
         }
         line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
+        line["eval_exact"] = exact or {}
         self._write(line, "eval")
         if self._progress is not None:
             named_results = [] if split is None else [("eval", split)]
@@ -128,6 +139,8 @@ class Metrics:
                 *((f"eval {name}", result) for name, result in sets.items()),
             ]:
                 self.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
+            for name, share in (exact or {}).items():
+                self.say(f"step {step}/{self._progress.num_steps}  answers of {name}: {share:.1%} exact")
 
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
         """Writes the run's wall time so far by goodput category to TensorBoard; goodput.json has it too."""

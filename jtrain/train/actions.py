@@ -35,16 +35,19 @@ class Cadence:
     """Steps between actions; None for never.
 
     num_steps: length of the run.
+    evaluate_first: True to evaluate before the first step of a run as well.
     """
 
     num_steps: int
     evaluate_every_steps: int | None
     copy_every_steps: int | None
+    evaluate_first: bool = False
 
     @classmethod
     def of(cls, run: Run) -> "Cadence":
         """Returns the cadence of a run."""
-        return cls(run.num_steps, run.eval.every_steps, run.checkpoint.local_every_steps)
+        copy_every_steps = run.checkpoint.local_every_steps
+        return cls(run.num_steps, run.eval.every_steps, copy_every_steps, run.eval.first)
 
     def decide(self, step: int, *, is_save_due: bool, stop_requested: bool, data_ended: bool) -> Actions:
         """Returns the actions after `step`.

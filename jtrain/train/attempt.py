@@ -143,6 +143,7 @@ def train(
                 traced=run.profile.steps is not None,
                 checksums=run.integrity.checksums,
                 deterministic=run.deterministic,
+                objective=run.objective,
             )
             attempt = Attempt(
                 context=RunContext(

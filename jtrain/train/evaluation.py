@@ -1,6 +1,7 @@
 """Evaluation on held-out text: loss, its standard error over documents, and bits per byte."""
 
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jtrain.model.param import Params
 from jtrain.runtime.multihost import same_everywhere
 from jtrain.step.train_step import make_eval_step
 from jtrain.telemetry.metrics import EvalResult
+from jtrain.train.generations import SPLIT, Generations, write_generations
 
 
 class Evaluation:
@@ -33,6 +35,7 @@ class Evaluation:
         self._mesh = mesh
         self._context = run.mesh.context
         self._step = make_eval_step(run.model, layout, mesh)
+        self._generations: Generations | None = None
         evaluates = run.eval.every_steps is not None
         # Only if it will be used: opening a split reads an index of the data.
         self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
@@ -46,6 +49,10 @@ class Evaluation:
                     "different files there. Give every host the same files."
                 )
 
+        if evaluates and (run.eval.answers or run.eval.prompts):
+            split = {} if self._split is None else {SPLIT: self._split}
+            self._generations = Generations(run, layout, mesh, {**split, **self._sets})
+
     def describe(self) -> list[str]:
         """Returns a line for each set of `eval.sets`, for the plan of a run."""
         return [f"eval.sets.{name}: {held_out.describe()}" for name, held_out in self._sets.items()]
@@ -54,6 +61,12 @@ class Evaluation:
         """Returns the result on the split, and those on the sets by name."""
         split = None if self._split is None else self._evaluate(params, self._split)
         return split, {name: self._evaluate(params, held_out) for name, held_out in self._sets.items()}
+
+    def answer(self, params: Params, workdir: Path, step: int) -> dict[str, float]:
+        """Has the model answer, keeps the answers in the workdir, and returns the share of exact ones by set."""
+        if self._generations is None:
+            return {}
+        return write_generations(workdir, step, list(self._generations(params)))
 
     def _evaluate(self, params: Params, held_out: HeldOutSet) -> EvalResult:
         # One sum per document, since the standard error is over documents.

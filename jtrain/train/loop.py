@@ -139,6 +139,8 @@ class Loop:
         # `since` changes when a replay ends: then the state is given the new decisions.
         saved_step, is_save_due, decided_since = self.step, False, bad_steps.since
         next_batch = self._next(batches)
+        if self._cadence.evaluate_first and self.step == 0:
+            self._evaluate(state)
         # The data may be at its end before the first step: then nothing is saved, and the run is complete.
         self.data_ended = next_batch is None and self.step < num_steps
         while self.step < num_steps and next_batch is not None:
@@ -306,7 +308,8 @@ class Loop:
         """Logs the losses on held-out text."""
         with jax.profiler.TraceAnnotation("jtrain:evaluate"):
             split, sets = self.attempt.evaluation(state.params)
-        self.attempt.context.metrics.evaluation(self.step, split, sets)
+            exact = self.attempt.evaluation.answer(state.params, self.attempt.context.workdir, self.step)
+        self.attempt.context.metrics.evaluation(self.step, split, sets, exact)
 
     @_phase("checkpoint")
     def _save(self, state: TrainState, fed: Fed, *, is_last: bool) -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.resume import open_checkpoint, read_params
-from jtrain.data import make_tokenizer
+from jtrain.data import PackedText, make_tokenizer
+from jtrain.data.chat.messages import ASSISTANT, ChatMessage
 from jtrain.data.tokenizer import Tokenizer
 from jtrain.errors import UserError
 from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
@@ -18,11 +19,20 @@ from jtrain.model.transformer import Transformer
 DEFAULT_MAX_TOKENS = 200
 
 
+class Prompt(NamedTuple):
+    """Tokens that a model reads before it answers, and those at which its answer ends."""
+
+    ids: list[int]
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """A model with the parameters of one checkpoint, ready to sample from.
 
     context: row length in training, in tokens: the longest text that the model has learnt to continue.
+    data: data that it was trained on, which has the chat template.
     """
 
     step: int
@@ -30,6 +40,7 @@ class Trained:
     params: dict[str, Any]
     tokenizer: Tokenizer
     context: int
+    data: PackedText
 
 
 def load(workdir: Path, step: int | None = None) -> Trained:
@@ -49,14 +60,40 @@ def load(workdir: Path, step: int | None = None) -> Trained:
             lambda info: precision.compute_dtype if info.is_matrix else precision.param_dtype,
         )
     tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
-    return Trained(step, run.model, params, tokenizer, run.data.seq_len)
+    return Trained(step, run.model, params, tokenizer, run.data.seq_len, run.data)
+
+
+def prompt_of(data: PackedText, text: str) -> Prompt:
+    """Returns a prompt in the form of the data: what a user says, where a source has chats, by the template of
+    the first one; otherwise the beginning of a document.
+    """
+    for setup in data.setups(seed=0):
+        mask = setup.source.mask_with(setup.tokenizer, setup.end_token, name=setup.name)
+        if mask is None or not mask.is_chat:
+            continue
+        tokenizer, template = make_tokenizer(setup.tokenizer, end_token=setup.end_token), mask.rule.template
+        chat, _ = template.render([ChatMessage("user", text)], prompts=ASSISTANT)
+        if template.is_built_in:
+            return _of_document(tokenizer, chat)
+        ids = tokenizer.encode_marked([chat], [[]])[0][0]
+        stops = [tokenizer.encode_marked([stop], [[]])[0][0] for stop in template.stops]
+        # A stop that is several tokens ends with its last one.
+        end_ids = {tokenizer.end_id, *(int(stop[-1]) for stop in stops if len(stop))}
+        return Prompt(ids.tolist(), tokenizer, frozenset(end_ids))
+    return _of_document(make_tokenizer(data.tokenizer, end_token=data.end_token), text)
+
+
+def _of_document(tokenizer: Tokenizer, text: str) -> Prompt:
+    # As in training: a document begins with this id.
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    return Prompt([*begin, *tokenizer.encode(text).tolist()], tokenizer, frozenset({tokenizer.end_id}))
 
 
 def stream(
     model: Transformer,
     params: dict[str, Any],
     tokenizer: Tokenizer,
-    prompt: str = "",
+    prompt: str | Prompt = "",
     *,
     context: int,
     max_tokens: int | None = None,
@@ -67,8 +104,7 @@ def stream(
 ) -> Iterator[str]:
     """Yields the text that follows `prompt`, piece by piece, until the document ends or `max_tokens`.
 
-    The prompt is read as the beginning of a document, as in training: after the tokenizer's begin id, if it
-    has one.
+    A text is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has one.
 
     Args:
       params: whole arrays; the dtype of the matrices is the compute dtype.
@@ -81,25 +117,24 @@ def stream(
         begin id, or a value is out of range.
     """
     sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
-    prompt_ids = tokenizer.encode(prompt)
-    # As in training: a document begins with this id.
-    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    ids = np.asarray([*begin, *prompt_ids.tolist()], np.int32)
+    prompt = _of_document(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    ids = np.asarray(prompt.ids, np.int32)
     if len(ids) == 0:
         raise UserError(
             "the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt."
         )
     max_tokens = _max_tokens(len(ids), context=context, wanted_tokens=max_tokens)
     chunks = generate_ids(
-        model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
+        model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_ids=prompt.end_ids
     )
-    ids_so_far = prompt_ids.tolist()
+    # Without the begin id, which some tokenizers would decode.
+    ids_so_far = prompt.ids[prompt.ids[0] == tokenizer.begin_id :]
     # The prompt's text is printed by the caller, so output begins after it.
     num_shown = len(tokenizer.decode(ids_so_far))
     text = ""
     for chunk in chunks:
         # Decodes everything again, with the prompt: the text of a token may depend on its neighbours.
-        ids_so_far += chunk
+        ids_so_far += chunk[:-1] if chunk and chunk[-1] in prompt.end_ids else chunk
         text = tokenizer.decode(ids_so_far)
         num_complete = len(text.rstrip("\ufffd"))  # the last character may be incomplete
         if num_complete > num_shown:

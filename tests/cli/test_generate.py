@@ -161,9 +161,9 @@ def test_the_end_is_where_the_document_ends() -> None:
     ids = answer(model, params, prompt, max_tokens=64)
     index = DECODE_CHUNK + 3
     end = ids[index]
-    cut = answer(model, params, prompt, max_tokens=64, end_id=end)
-    assert cut == ids[: ids.index(end)]
-    assert len(cut) <= index
+    cut = answer(model, params, prompt, max_tokens=64, end_ids=(end,))
+    assert cut == ids[: ids.index(end) + 1]
+    assert len(cut) <= index + 1
 
 
 # --- drawing one token ------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def test_the_stream_is_the_text_in_pieces() -> None:
         max_tokens=100,
         sampler=TokenSampler(2.0, vocab_size=tokenizer.vocab_size),
         seed=0,
-        end_id=tokenizer.end_id,
+        end_ids=(tokenizer.end_id,),
     )
     assert "x" + "".join(pieces) == tokenizer.decode(
-        [*begun[1:], *(one for chunk in chunks for one in chunk)]
+        [*begun[1:], *(one for chunk in chunks for one in chunk if one != tokenizer.end_id)]
     )
     assert len(pieces) > 2
     assert len("".join(pieces)) > 20
@@ -253,7 +253,7 @@ class TwoByteTokenizer(ByteTokenizer):
 
     end_id = 255
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, *, specials: bool = False) -> str:
         halves = [id_ % 2 for id_ in ids]
         return "".join("é" if i + 1 < len(halves) else "\ufffd" for i in range(0, len(halves), 2))
 
@@ -372,6 +372,7 @@ def test_the_verb_prints_the_prompt_and_what_follows(
     ("arguments", "message"),
     [
         (["--prompt", "x" * 300], "the prompt has 301 tokens, and the context is data.seq_len=256"),
+        (["--chat", "x", "--prompt", "y"], "--prompt not allowed with argument --chat"),
         (["--max-tokens", "0"], "--max-tokens 0 must be from 1 to"),
         (["--top-k", "4", "--top-p", "0.5"], "--top-p not allowed with argument --top-k"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),

@@ -7,6 +7,7 @@ import json
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -113,9 +114,9 @@ def write_tar_gz(folder: Path, texts: Sequence[str]) -> Path:
     return folder
 
 
-def write_saved_dataset(folder: Path, texts: Sequence[str]) -> Path:
-    """What Hugging Face's `save_to_disk` writes."""
-    table = pa.table({"text": list(texts)})
+def write_saved_dataset(folder: Path, texts: Sequence[str] | pa.Table) -> Path:
+    """What Hugging Face's `save_to_disk` writes, of texts or of a table."""
+    table: Any = texts if isinstance(texts, pa.Table) else pa.table({"text": list(texts)})
     name = "data-00000-of-00001.arrow"
     with pa.OSFile(str(folder / name), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
         writer.write_table(table, max_chunksize=9)

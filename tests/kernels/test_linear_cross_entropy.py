@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,23 @@ def test_capped_logits_have_the_loss_and_gradients_of_their_formula(
     assert abs(nats - linear_cross_entropy_reference(x, w, target)[1]) > 1e-3 * nats
     got = token_cross_entropy(x, w, target, chunk_tokens=chunk, soft_cap=cap)
     np.testing.assert_allclose(got.sum(), nats, rtol=1e-6)
+
+
+def test_tokens_have_weights_in_both_sums_and_in_the_gradients() -> None:
+    """Also where chunks cut rows; a token of weight 0 is as one without a target."""
+    target, weight = jnp.asarray(targets()), np.random.default_rng(3).random((B, L), np.float32)
+    weight[:, ::3] = 0
+    weights: Any = dict(z_loss=0.1, weight_BL=jnp.asarray(weight))
+    x, w = normal(0, B, L, D), normal(1, D, V)
+    agree_with(
+        lambda x, w: linear_cross_entropy(x, w, target, chunk_tokens=7, **weights)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, target, **weights)[0],
+        (x, w),
+        "float32",
+    )
+    nats = linear_cross_entropy(jnp.asarray(x), jnp.asarray(w), target, chunk_tokens=7, **weights)[1]
+    want = linear_cross_entropy_reference(jnp.asarray(x), jnp.asarray(w), target, **weights)[1]
+    np.testing.assert_allclose(nats, want, rtol=1e-6)
 
 
 def test_the_reported_loss_has_no_z_loss_and_no_gradient() -> None:

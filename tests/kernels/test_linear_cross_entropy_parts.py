@@ -20,7 +20,14 @@ def targets() -> np.ndarray:
 
 
 def in_parts(
-    x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float, soft_cap: float | None = None
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    parts: int,
+    chunk: int,
+    z_loss: float,
+    soft_cap: float | None = None,
+    weight_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Loss with the columns distributed over parts in shuffled order; the last part is padded."""
     order = np.random.default_rng(2).permutation(V)
@@ -31,7 +38,7 @@ def in_parts(
     # The fetch multiplies the part, so that a skipped fetch shows in the gradient.
     return linear_cross_entropy_in_parts(
         x, given / 2, jnp.asarray(column), jnp.asarray(targets()), fetch=lambda part: part * 2, chunk_tokens=chunk,
-        z_loss=z_loss, soft_cap=soft_cap,
+        z_loss=z_loss, soft_cap=soft_cap, weight_BL=weight_BL,
     )  # fmt: skip
 
 
@@ -52,6 +59,19 @@ def test_capped_logits_in_parts_are_all_capped_logits() -> None:
     agree_with(
         lambda x, w: in_parts(x, w, parts=4, chunk=7, **settings)[0],
         lambda x, w: linear_cross_entropy_reference(x, w, jnp.asarray(targets()), **settings)[0],
+        (normal(0, B, L, D), normal(1, D, V)),
+        "float32",
+    )
+
+
+def test_tokens_in_parts_have_weights() -> None:
+    """In the sum, and in the gradients of x and of the columns."""
+    weights: Any = dict(
+        z_loss=0.1, weight_BL=jnp.asarray(np.random.default_rng(3).random((B, L), np.float32))
+    )
+    agree_with(
+        lambda x, w: in_parts(x, w, parts=4, chunk=7, **weights)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, jnp.asarray(targets()), **weights)[0],
         (normal(0, B, L, D), normal(1, D, V)),
         "float32",
     )

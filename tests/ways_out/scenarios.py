@@ -75,6 +75,8 @@ _RUNS: dict[str, Words] = {
     "the second number must be above the first": sets("profile.steps=(3, 3)"),
     "ends after the run, num_steps=": sets("profile.steps=(4, 99)"),
     "holds none out and eval.sets is empty": sets("data.eval_fraction=0"),
+    "must be at least \0. Set eval.": sets("eval.answers=-1"),
+    " has a prompt with an answer behind it": sets("eval.answers=2"),
     " different ids, but model.vocab_size=": sets("model.vocab_size=100"),
     "Set data.tokenizer to a tokenizer.json": sets("data.tokenizer=nowhere/tokenizer.json"),
     ".path is empty. Set it to a file": sets("data.path=''"),
@@ -115,6 +117,7 @@ _OPTIONS: dict[str, Words] = {
     "has no fiddler debugg.": ["launch", "--config=tiny", "--with", "debugg", *LAUNCH[4:]],
     "no option ": [*LAUNCH, "--workdirr", "w"],
     "every other field that changes the losses": [*LAUNCH, "--allow-change", "optimizer.peak_lrr"],
+    "is a page of tokens": [*INSPECT, "--html", "tokens.html"],
     "is the number of steps that --order reads": [
         *("data", "inspect", "--config=tiny", "--set", "data.path=stdlib", "--steps", "100"),
     ],

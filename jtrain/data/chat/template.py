@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jtrain.data.chat.messages import ASSISTANT, ChatMessage
+from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import FileError, UserError
 
 BUILT_IN = "roles"
@@ -51,6 +52,11 @@ class ChatTemplate:
     def is_built_in(self) -> bool:
         """True for the template whose markers are plain text, in a document with begin and end ids."""
         return self.source == _ROLES
+
+    @property
+    def exported(self) -> str:
+        """Source for others, who render it without the variable of the built-in template."""
+        return self.source.replace("generation_role", "'assistant'") if self.is_built_in else self.source
 
     @property
     def identity(self) -> str:
@@ -187,7 +193,7 @@ def load_template(
       UserError: the file has no template, or it is no Jinja.
     """
     setting = f"{field}.chat_template={template!r}"
-    folder = _folder_of(tokenizer)
+    folder = folder_of(tokenizer)
     if template == BUILT_IN:
         return ChatTemplate()
     if template is None:
@@ -233,13 +239,6 @@ def load_template(
         options=json.dumps(options, sort_keys=True),
         origin=origin,
     )
-
-
-def _folder_of(tokenizer: str) -> Path | None:
-    if tokenizer == "bytes":
-        return None
-    path = Path(tokenizer).expanduser()
-    return path if path.is_dir() else path.parent
 
 
 def _template_in(folder: Path) -> tuple[dict[str, str], str] | None:

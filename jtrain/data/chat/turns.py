@@ -101,6 +101,48 @@ def render_chat(
     return [RenderedChat(text, tuple(spans), ends, blocks)]
 
 
+_PROBE = [
+    {"role": role, "content": content}
+    for role, content in (("user", "one"), (ASSISTANT, "two"), ("user", "three"), (ASSISTANT, "four"))
+]
+
+
+def compare_blocks(rule: ChatRule) -> str:
+    """Returns where the template's own blocks `{% generation %}` differ from what a model samples of a plain
+    chat; empty if they do not, if there are none, or if the template takes no plain chat.
+    """
+    if rule.template.is_built_in:
+        return ""
+    try:
+        [chat, *_] = render_chat(_PROBE, dataclasses.replace(rule, train_on="all"), mask_prompt=True)
+    except ValueError:
+        return ""
+    if not chat.blocks or chat.blocks == chat.learned:
+        return ""
+    unlearned = [chat.text[start:end] for start, end in _outside(chat.blocks, chat.learned)]
+    missing = [chat.text[start:end] for start, end in _outside(chat.learned, chat.blocks)]
+    differences = [f"they mark {unlearned[0]!r}, which no model samples"] if unlearned else []
+    differences += [f"they leave out {missing[0]!r}"] if missing else []
+    return (
+        f"{rule.template.origin}: its blocks {{% generation %}} are not what a model samples: "
+        f"{' and '.join(differences)}. What is sampled is learned, not the blocks"
+    )
+
+
+def _outside(
+    spans: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, int]]:
+    """Yields the parts of spans that lie in none of the others; both ascend."""
+    for start, end in spans:
+        for low, high in others:
+            if low < end and start < high:
+                if start < low:
+                    yield start, low
+                start = max(start, high)
+        if start < end:
+            yield start, end
+
+
 def _choose_turns(
     messages: list[ChatMessage], rule: ChatRule, *, mask_prompt: bool, num_prompt: int
 ) -> tuple[list[int], set[int]]:

@@ -9,19 +9,29 @@ _MARKED_SPANS = 3
 """Learned spans of a piece that are shown; more are counted."""
 
 
-def mark_learned(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
-    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
+def mark_learned(
+    ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer", *, specials: bool = False
+) -> str:
+    """Returns the text of a piece, shortened, with its learned spans between [[ and ]].
+
+    Args:
+      specials: True to spell special tokens, which are a part of a chat template's text.
+    """
     excerpts, position = [], 0
+
+    def decode(start: int, end: int) -> str:
+        return excerpt(tokenizer.decode(ids[start:end], specials=specials))
+
     # Between two learned spans lies text that is read and not learned: shown without brackets.
     for start, end in learned[:_MARKED_SPANS]:
         if position < start:
-            excerpts.append(excerpt(tokenizer.decode(ids[position:start])))
-        excerpts.append(f"[[{excerpt(tokenizer.decode(ids[start:end]))}]]")
+            excerpts.append(decode(position, start))
+        excerpts.append(f"[[{decode(start, end)}]]")
         position = end
     if len(learned) > _MARKED_SPANS:
         excerpts.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
     elif position < len(ids):
-        excerpts.append(excerpt(tokenizer.decode(ids[position:])))
+        excerpts.append(decode(position, len(ids)))
     return " ".join(excerpts)
 
 

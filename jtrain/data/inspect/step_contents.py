@@ -36,6 +36,9 @@ def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> 
         position += len(ids)
         stream = dataset.streams[source]
         chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
+        # The marks of a chat template are a part of its text.
+        mask = stream.setup.source.mask
+        is_chat = mask is not None and mask.is_chat
         entries.append(
             {
                 "row": row,
@@ -44,21 +47,23 @@ def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> 
                 "chunk": int(chunk.first[0]),
                 "start_token": start,
                 "end_token": end,
-                "text": stream.tokenizer.decode([int(i) for i in ids]),
+                "text": stream.tokenizer.decode([int(i) for i in ids], specials=is_chat),
             }
         )
         if tokens:
             # Token i is the target at i - 1, so that the first token of a piece is never learned.
             entries[-1]["tokens"] = [stream.tokenizer.spell(int(i)) for i in ids]
             entries[-1]["is_learned"] = [False, *(target[:-1] != IGNORE).tolist()][: len(ids)]
-        if stream.setup.source.mask is not None:
+        if mask is not None:
             # Token i is the target at i - 1, so that the first token of a piece is never learned.
             learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(
                 -1, 2
             )
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
             entries[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            entries[-1]["marked"] = mark_learned([int(i) for i in ids], spans, stream.tokenizer)
+            entries[-1]["marked"] = mark_learned(
+                [int(i) for i in ids], spans, stream.tokenizer, specials=is_chat
+            )
     return entries
 
 

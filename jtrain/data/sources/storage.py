@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import stat
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from jtrain.errors import FileError
 STDLIB = "stdlib"
 """Path of a source that stands for the source text of the Python standard library, a corpus on every
 machine."""
+
+STDLIB_CHATS = "stdlib_chats"
+"""Path of a source that stands for conversations about the names in that library."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders left out: installed packages, and tests, which some systems lack and which hold broken files on
@@ -147,8 +151,21 @@ def search(path: str, *, field: str) -> FoundFiles:
     return FoundFiles(sorted(files, key=lambda file: file.name), is_folder)
 
 
+def _stdlib_chats() -> str:
+    """Returns the file of conversations about the standard library, and writes it if it is not there."""
+    from jtrain.data.chat.stdlib_chats import write_stdlib_chats  # lazy: most runs have other sources
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    path = Path("~/.cache/jtrain").expanduser() / f"{STDLIB_CHATS}-1-python-{version}.jsonl"
+    if not path.exists():
+        files, _ = _find_local(STDLIB, "data.path")
+        write_stdlib_chats((Path(file.location) for file in files), path)
+    return str(path)
+
+
 def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
     kind = None
+    path = _stdlib_chats() if path == STDLIB_CHATS else path
     root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
     if path == STDLIB:
         paths = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.endswith(".py")]

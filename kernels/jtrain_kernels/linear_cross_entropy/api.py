@@ -1,6 +1,7 @@
 """Fused unembedding and cross entropy, which never holds all the logits."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
 
@@ -41,6 +43,8 @@ def linear_cross_entropy(
         or else the best size predicted by `chunking`.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
       soft_cap: bounds logits smoothly, by tanh, see `soft_cap.py`; None for none.
+      weight_BL: float32 factor of each token in both sums and in the gradient; it gets no gradient itself.
+        None weighs all tokens alike.
 
     Returns:
       Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so
@@ -61,6 +65,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         axis=None,
+        **({} if weight_BL is None else {"weight_BL": weight_BL}),
     )
 
 
@@ -73,6 +78,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk_tokens: int | None,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` inside a `shard_map` whose `axis` splits positions and vocabulary: W = V / n.
 
@@ -85,7 +91,7 @@ def vocab_parallel_linear_cross_entropy(
     Args:
       x_BLD: this device's block of the L positions; device i of n has positions from i * L / n on.
       unembed_DW: this device's columns; device i has columns from i * W on.
-      target_BL: targets of all positions, the same on every device of the axis.
+      target_BL, weight_BL: of all positions, the same on every device of the axis.
       chunk_tokens: tokens per device; a chunk has n times as many tokens and V / n columns, so equally many
         logits as on one device.
 
@@ -114,6 +120,7 @@ def vocab_parallel_linear_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         axis=axis,
+        **({} if weight_BL is None else {"weight_BL": weight_BL}),
     )
 
 
@@ -126,9 +133,12 @@ def _xla(
     soft_cap: float | None,
     axis: Axis | None,
     chunk: int,
+    weight_BL: Array | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    x_ZcD, target_ZC = _chunked(x_BLD, target_BL, chunk if chunk_tokens is None else chunk_tokens)
-    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, soft_cap, Vocab(axis))
+    size = chunk if chunk_tokens is None else chunk_tokens
+    x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
+    weight_ZC = None if weight_BL is None else _by_device(weight_BL, x_BLD, size, fill=0)
+    return _loss(x_ZcD, unembed_DV, target_ZC, weight_ZC, z_loss, soft_cap, Vocab(axis))
 
 
 def _chunked(
@@ -136,12 +146,19 @@ def _chunked(
 ) -> tuple[Float[Array, "Z c D"], Int[Array, "Z C"]]:
     """Splits hidden states of this device, and targets of all that share the vocabulary, into Z chunks."""
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
+    return x_ZcD, _by_device(target_BL, x_BLD, size, fill=IGNORE)
+
+
+def _by_device(
+    value_BL: Shaped[Array, "B L"], x_BLD: Float[Array, "B _ D"], size: int, *, fill: int
+) -> Shaped[Array, "Z C"]:
+    """Splits values of all devices' positions into Z chunks, in the order of the all-gather: device by device."""
     # The order within a chunk is that of the all-gather: device by device.
-    # [B, n, positions of a device] -> [B, positions, n]: row t has the targets of the n devices' t-th tokens.
-    target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
-    target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
+    # [B, n, positions of a device] -> [B, positions, n]: row t has the values of the n devices' t-th tokens.
+    value_Tn = value_BL.reshape(value_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
+    value_Zcn = in_chunks(value_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=fill)
     # [Z, c, n] -> [Z, n, c] -> [Z, C]: the chunk's tokens of device 0 first, as gathered.
-    return x_ZcD, target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
+    return value_Zcn.swapaxes(1, 2).reshape(value_Zcn.shape[0], -1)
 
 
 def token_cross_entropy(
@@ -212,12 +229,13 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
-# Arguments 3 to 5 are no arrays: z_loss, soft_cap, vocab.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+# Arguments 4 to 6 are no arrays: z_loss, soft_cap, vocab.
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _loss(
     x_ZcD: Array,
     unembed_DW: Array,
     target_ZC: Array,
+    weight_ZC: Array | None,
     z_loss: float,
     soft_cap: float | None,
     vocab: Vocab,
@@ -225,28 +243,51 @@ def _loss(
     """Objective and nats over Z chunks: c tokens of this device, C of all that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
-    def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
-        x_cD, target_C = x_and_target
+    def chunk(sums: Array, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, None]:
+        x_cD, target_C, weight_C = tokens
         logits_CW = capped(contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32), soft_cap)
         # Logits are of all devices' tokens, but each device sums its own tokens only.
-        return sums + _sums(vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C), z_loss), None
+        summary = vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C, weight_C)
+        return sums + _sums(summary, z_loss), None
 
-    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZcD, target_ZC))
+    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZcD, target_ZC, weight_ZC))
     return total, nats
 
 
-def _sums(summary: tuple[Array, ...], z_loss: float) -> Float[Array, "2"]:
+def _sums(summary: tuple[Any, ...], z_loss: float) -> Float[Array, "2"]:
     """Objective and nats of one chunk."""
-    lse_c, picked_c, target_c = summary
-    valid_c = target_c != IGNORE
-    nats = jnp.sum(jnp.where(valid_c, lse_c - picked_c, 0.0))
-    return jnp.stack([nats + z_loss * jnp.sum(jnp.where(valid_c, lse_c * lse_c, 0.0)), nats])
+    lse_c, picked_c, target_c, weight_c = summary
+    return jnp.stack(weighted_sums(lse_c, picked_c, target_c, weight_c, z_loss))
+
+
+def weighted_sums(
+    lse: Float[Array, "*C"],
+    picked: Float[Array, "*C"],
+    target: Int[Array, "*C"],
+    weight: Float[Array, "*C"] | None,
+    z_loss: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Objective and nats, summed over tokens with a target, each times its weight."""
+    valid = target != IGNORE
+
+    def total(value: Array) -> Array:
+        value = jnp.where(valid, value, 0.0)
+        return jnp.sum(value if weight is None else value * weight)
+
+    nats = total(lse - picked)
+    return nats + z_loss * total(lse * lse), nats
+
+
+def slope_weights(target_C: Int[Array, " C"], weight_C: Float[Array, " C"] | None) -> Float[Array, " C"]:
+    """Factor of each token's gradient: its weight, 0 without a target."""
+    return jnp.where(target_C != IGNORE, 1.0 if weight_C is None else weight_C, 0.0)
 
 
 def _forward(
     x_ZcD: Array,
     unembed_DW: Array,
     target_ZC: Array,
+    weight_ZC: Array | None,
     z_loss: float,
     soft_cap: float | None,
     vocab: Vocab,
@@ -254,23 +295,24 @@ def _forward(
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(
-        carry: tuple[Array, Array], x_and_target: tuple[Array, Array]
+        carry: tuple[Array, Array], tokens: tuple[Array, Array, Array | None]
     ) -> tuple[tuple[Array, Array], Array]:
         sums, dkernel_DW = carry
-        x_cD, target_C = x_and_target
+        x_cD, target_C, factor_C = tokens
         x_CD = vocab.gather(x_cD)
         # Float32 logits: softmax and log-partition are computed from unrounded products.
         logits_CW = capped(contract(x_CD, kernel_DW, 1, 0, jnp.float32), soft_cap)
         lse_C, picked_C = vocab.summary(logits_CW, target_C)
-        sums = sums + _sums(vocab.local_slices(lse_C, picked_C, target_C), z_loss)
+        sums = sums + _sums(vocab.local_slices(lse_C, picked_C, target_C, factor_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
-        weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
+        weight_C = slope_weights(target_C, factor_C)
         softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
         column_C = vocab.column(target_C, logits_CW.shape[1])
         # No column for targets of other devices, and none for IGNORE, which is below 0.
         is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
         # In x's dtype, so that both gradient matmuls run at the rate of x's dtype.
-        dlogits_CW = times_slope(softmax_CW - is_target_CW, logits_CW, soft_cap).astype(x_CD.dtype)
+        onehot_CW = is_target_CW if factor_C is None else is_target_CW * weight_C[:, None]
+        dlogits_CW = times_slope(softmax_CW - onehot_CW, logits_CW, soft_cap).astype(x_CD.dtype)
         dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
         # XLA:CPU contracts over the first dimension slowly; a transposed copy of x pays off there.
         dkernel_DW += by_platform(
@@ -283,7 +325,7 @@ def _forward(
 
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(unembed_DW.shape, jnp.float32))
     # The kernel's gradient is carried through the scan in float32 and rounded once.
-    ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC))
+    ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC, weight_ZC))
     return (total, nats), (dx_ZcD, dkernel_DW.astype(unembed_DW.dtype))
 
 
@@ -293,7 +335,7 @@ def _backward(
     vocab: Vocab,
     saved: tuple[Array, Array],
     cotangents: tuple[Array, Array],
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array, None, None]:
     del z_loss, soft_cap, vocab  # already part of the saved gradients
     dx_ZcD, dkernel_DW = saved
     # The second result is for reporting: its cotangent is not used.
@@ -302,8 +344,8 @@ def _backward(
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
-    # None: targets are integers.
-    return scaled(dx_ZcD), scaled(dkernel_DW), None
+    # None: targets are integers, and factors are data.
+    return scaled(dx_ZcD), scaled(dkernel_DW), None, None
 
 
 _loss.defvjp(_forward, _backward)

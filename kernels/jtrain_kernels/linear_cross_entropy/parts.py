@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks, nats_of
+from jtrain_kernels.linear_cross_entropy.api import (
+    chosen_chunk,
+    in_chunks,
+    nats_of,
+    slope_weights,
+    weighted_sums,
+)
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.soft_cap import capped, times_slope
 
@@ -30,6 +36,7 @@ def linear_cross_entropy_in_parts(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     axis: Axis | None = None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` with an unembedding in Z parts of W columns, each fetched when it is needed.
 
@@ -44,7 +51,7 @@ def linear_cross_entropy_in_parts(
     Args:
       parts: inputs of `fetch`, an array or a tree of arrays with leading dimension Z; differentiable.
       column_ZW: ids of the columns of each part; NO_COLUMN for padding.
-      target_BL: with `axis`, targets of the positions of all its devices.
+      target_BL, weight_BL: with `axis`, of the positions of all its devices.
       fetch: part -> columns of the unembedding [D, W]; must be differentiable. Its gradient is computed part
         by part, before the next part is fetched.
 
@@ -53,7 +60,8 @@ def linear_cross_entropy_in_parts(
     vocab = Vocab(axis)
     size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
     x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
-    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, soft_cap, vocab)
+    weight_SC = None if weight_BL is None else in_chunks(weight_BL.reshape(-1), size)
+    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, weight_SC, fetch, z_loss, soft_cap, vocab)
 
 
 def token_cross_entropy_in_parts(
@@ -150,21 +158,14 @@ def _summaries(
     return vocab.merge(top_SC, total_SC, picked_SC)
 
 
-def _sums(lse_SC: Array, picked_SC: Array, own_SC: Array, z_loss: float) -> tuple[Array, Array]:
-    """Objective and cross entropy in nats."""
-    valid_SC = own_SC != IGNORE
-    # All devices have the same summaries; each sums its own tokens.
-    nats = jnp.sum(jnp.where(valid_SC, lse_SC - picked_SC, 0.0))
-    return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _loss(
     x_SCD: Array,
     parts: Any,
     column_ZW: Array,
     target_SC: Array,
     own_SC: Array,
+    weight_SC: Array | None,
     fetch: Fetch,
     z_loss: float,
     soft_cap: float | None,
@@ -173,7 +174,8 @@ def _loss(
     """Loss over S chunks of C tokens; `own_SC` holds the targets of this device's tokens and IGNORE for all
     others.
     """
-    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, soft_cap, vocab), own_SC, z_loss)
+    summaries = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, soft_cap, vocab)
+    return weighted_sums(*summaries, own_SC, weight_SC, z_loss)
 
 
 def _forward(
@@ -182,6 +184,7 @@ def _forward(
     column_ZW: Array,
     target_SC: Array,
     own_SC: Array,
+    weight_SC: Array | None,
     fetch: Fetch,
     z_loss: float,
     soft_cap: float | None,
@@ -194,27 +197,28 @@ def _forward(
         fetched_DW, pull = jax.vjp(fetch, part_and_columns[0])
         kernel_DW, column_W = fetched_DW.astype(x_SCD.dtype), part_and_columns[1]
 
-        def add_chunk(dkernel_DW: Array, token_stats: tuple[Array, ...]) -> tuple[Array, Array]:
-            x_CD, target_C, lse_C, dx_CD = token_stats
+        def add_chunk(dkernel_DW: Array, token_stats: tuple[Any, ...]) -> tuple[Array, Array]:
+            x_CD, target_C, factor_C, lse_C, dx_CD = token_stats
             # Logits are computed a second time: those of the first pass are gone, and lse is over all parts.
             logits_CW = _logits(x_CD, kernel_DW, column_W, soft_cap)
             # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
-            weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
+            weight_C = slope_weights(target_C, factor_C)
             softmax_CW = (
                 jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
             )
             is_target_CW = column_W[None, :] == target_C[:, None]
-            dlogits_CW = times_slope(softmax_CW - is_target_CW, logits_CW, soft_cap).astype(x_CD.dtype)
+            onehot_CW = is_target_CW if factor_C is None else is_target_CW * weight_C[:, None]
+            dlogits_CW = times_slope(softmax_CW - onehot_CW, logits_CW, soft_cap).astype(x_CD.dtype)
             dkernel_DW += contract(x_CD, dlogits_CW, 0, 0, jnp.float32)
             return dkernel_DW, dx_CD + contract(dlogits_CW, kernel_DW, 1, 1, jnp.float32)
 
         start = jnp.zeros(kernel_DW.shape, jnp.float32)
-        dkernel_DW, dx_SCD = jax.lax.scan(add_chunk, start, (x_SCD, target_SC, lse_SC, dx_SCD))
+        dkernel_DW, dx_SCD = jax.lax.scan(add_chunk, start, (x_SCD, target_SC, weight_SC, lse_SC, dx_SCD))
         # In the dtype of the fetched part, as its pullback expects.
         return dx_SCD, pull(dkernel_DW.astype(fetched_DW.dtype))[0]
 
     dx_SCD, dparts = jax.lax.scan(add_part, jnp.zeros(x_SCD.shape, jnp.float32), (parts, column_ZW))
-    return _sums(lse_SC, picked_SC, own_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
+    return weighted_sums(lse_SC, picked_SC, own_SC, weight_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
 
 
 def _backward(
@@ -224,13 +228,13 @@ def _backward(
     vocab: Vocab,
     saved: tuple[Array, Any],
     cotangents: tuple[Array, Array],
-) -> tuple[Array, Any, None, None, None]:
+) -> tuple[Array, Any, None, None, None, None]:
     del fetch, z_loss, soft_cap, vocab  # already part of the saved gradients
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
 
-    return scaled(saved[0]), jax.tree.map(scaled, saved[1]), None, None, None
+    return scaled(saved[0]), jax.tree.map(scaled, saved[1]), None, None, None, None
 
 
 _loss.defvjp(_forward, _backward)

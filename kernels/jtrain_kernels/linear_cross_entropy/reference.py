@@ -12,9 +12,11 @@ def linear_cross_entropy_reference(
     *,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    weight_BL: Float[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sums over tokens whose target is not -1: objective, and cross entropy in nats; logits in at least
-    float32.
+    """Sums over tokens whose target is not -1, each times its weight: objective, and cross entropy in nats.
+
+    Logits are in at least float32.
     """
     dtype = jnp.promote_types(x_BLD.dtype, jnp.float32)
     logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, unembed_DV, preferred_element_type=dtype)
@@ -22,6 +24,6 @@ def linear_cross_entropy_reference(
         logits_BLV = soft_cap * jnp.tanh(logits_BLV / soft_cap)
     lse_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
     picked_BL = jnp.take_along_axis(logits_BLV, jnp.maximum(target_BL, 0)[..., None], axis=-1)[..., 0]
-    valid_BL = target_BL != -1
-    nats = jnp.sum(jnp.where(valid_BL, lse_BL - picked_BL, 0.0))
-    return nats + z_loss * jnp.sum(jnp.where(valid_BL, lse_BL**2, 0.0)), jax.lax.stop_gradient(nats)
+    factor_BL = (target_BL != -1) * (1.0 if weight_BL is None else weight_BL)
+    nats = jnp.sum((lse_BL - picked_BL) * factor_BL)
+    return nats + z_loss * jnp.sum(lse_BL**2 * factor_BL), jax.lax.stop_gradient(nats)

@@ -1,6 +1,7 @@
 """Vocabulary parallelism: a vocabulary on one device, or split along an axis that splits tokens too."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +78,13 @@ class Vocab:
         # At most one device has the target's column; the others added 0.
         return highest + jnp.log(total), jnp.sum(picks, axis=0)
 
-    def local_slices(self, *of_all: Shaped[Array, " C"]) -> tuple[Shaped[Array, " c"], ...]:
-        """Slices of this device's tokens."""
+    def local_slices(self, *of_all: Shaped[Array, " C"] | None) -> tuple[Any, ...]:
+        """Slices of this device's tokens; None stays None."""
         if self.axis is None:
             return of_all
-        size = of_all[0].shape[0] // jax.lax.axis_size(self.axis)
+        size = next(x.shape[0] for x in of_all if x is not None) // jax.lax.axis_size(self.axis)
         start = jax.lax.axis_index(self.axis) * size
-        return tuple(jax.lax.dynamic_slice_in_dim(x, start, size) for x in of_all)
+        return tuple(None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size) for x in of_all)
 
     def local_targets(self, target_BL: Int[Array, "B L"]) -> Int[Array, "B L"]:
         """Targets of this device's positions; IGNORE at all other positions."""
