@@ -209,8 +209,8 @@ BUGS = {
     # What counts to nothing.
     "stages: padding of a split head as targets": Bug(
         "jtrain/step/pipeline_ends.py",
-        "_pad_tokens(target_T, stage, IGNORE)",
-        "_pad_tokens(target_T, stage)",
+        "_pad_tokens(value_T, stage, fill)",
+        "_pad_tokens(value_T, stage)",
         STAGES,
     ),
     # An option or an axis that is forgotten in one combination.
