@@ -266,7 +266,7 @@ class ObjectStore:
 
     def _rewrite(self, own: Entry, new: Entry) -> Entry | None:
         entry = self._replace(own, new)
-        # Our write succeeded without an answer, or somebody removed the object. By the holder, not the number:
+        # Our write lost its answer, or somebody removed the object. By the holder, not the number:
         # numbers begin anew in an object that was removed.
         if entry is None and ((newest := self.read()).content is None or newest.holder == own.holder):
             entry = self._replace(newest, new)
