@@ -74,6 +74,7 @@ def _in_a_process(part: str, chip: str) -> list[Row]:
         command = [sys.executable, "-m", "jtrain.bench", "kernel_bytes", "--only", part, "--chip", chip]
         process = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
         if not file.exists():
+            # The last line of a traceback has its message.
             raise UserError(
                 f"kernel_bytes of {part} for {chip} failed: {process.stderr.strip().splitlines()[-1]}"
             )

@@ -70,6 +70,7 @@ class Mutation(NamedTuple):
         )
 
 
+# The smallest change of each: only a case at the edge tells it apart.
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 SIGNS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "//", ast.Div: "*"}
 REDUCTIONS = {
@@ -87,6 +88,7 @@ REDUCTIONS = {
     "where",
     "roll",
 }
+# Calls whose arguments are text or types, which no test has to pin down.
 MESSAGES = {
     "UserError",
     "ValueError",
@@ -290,6 +292,7 @@ def run(args: Options) -> Iterator[Row]:
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, tree / name)
+        # Of the unchanged copy, so before the first trial.
         lines = lines_of_tests(tree, args.reached)
         noticed = 0
         for number in chosen:
@@ -362,6 +365,7 @@ def tests_of(change: Mutation, lines: dict[str, Any]) -> tuple[list[str], list[s
 
 def first_failure(tree: Path, *stages: list[str]) -> str | None:
     """Name of the first test that fails, or how the tests ended otherwise; None if all pass."""
+    # Not an empty stage: pytest without arguments runs every test.
     for tests in filter(None, stages):
         try:
             process = pytest(tree, "-x", *tests)
@@ -369,6 +373,7 @@ def first_failure(tree: Path, *stages: list[str]) -> str | None:
             return "does not end"
         if process.returncode != 0:
             failures = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            # An interpreter that crashed leaves no line about a test.
             return failures[0].split(" - ")[0] if failures else f"pytest ended with {process.returncode}"
     return None
 

@@ -175,6 +175,7 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     spec, model = from_name(device), build_run(load_config("llama8b", sets=SETTINGS)).model
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"
+    # Shares of the peak that the kernel reaches in either pass.
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
     # 4: two matmuls of 2 FLOPs per multiply-add; half of the scores are masked.
     flops = model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim

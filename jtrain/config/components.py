@@ -20,6 +20,7 @@ CODE = "code."
 def kinds_of(annotation: Any) -> list[type]:
     """Classes of components that an annotation allows: the members of a union, or the one that it is."""
     kinds = typing.get_args(annotation) or (annotation,)
+    # Values and None are no components.
     return [kind for kind in kinds if isinstance(kind, type) and kind.__module__ not in ("builtins", "types")]
 
 
@@ -59,6 +60,7 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
 def is_user_name(text: str) -> bool:
     """True for `module:Name` and `path/to/file.py:Name`."""
     source, _, name = text.rpartition(":")
+    # A literal may hold a colon as well, as a dict does.
     return bool(source) and name.isidentifier() and not source.startswith(("{", "[", "(", "'", '"'))
 
 
@@ -72,6 +74,7 @@ def check_code(values: Mapping[str, str]) -> None:
     """Warns where a source is another than the one that a flat config was written with."""
     for path, text in values.items():
         source = path.removeprefix(CODE)
+        # Equal for a field, whose line does not begin with CODE.
         if source != path and repr(source_hash(source)) != text:
             print(
                 f"WARNING: {source} has changed since this config was written with it: what it computes now may "
@@ -84,5 +87,6 @@ def _with_subclasses(kind: type) -> Iterator[type]:
     """The class, and jtrain's own subclasses of it."""
     yield kind
     for below in kind.__subclasses__():
+        # A user's class is named with its file or module, never by its bare name.
         if below.__module__.partition(".")[0] == "jtrain":
             yield from _with_subclasses(below)

@@ -188,6 +188,7 @@ class PackedText:
         sources = self.named_sources
         weights = own_weights(self.mixture, {name: source.weight for name, source in sources.items()})
         shares = weights.weights(0, tuple(sources))
+        # All may be 0: a schedule need not begin with any of them.
         shares = shares / max(float(shares.sum()), 1e-30)
         # A step draws its rows from the windows of all sources, each by its share: windows in these shares
         # mix the steps of many sources as well as one window of all these bytes mixes those of one source.

@@ -218,9 +218,11 @@ class HFTokenizer:
         self.id_dtype = smallest_id_dtype(self.vocab_size)
         self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
         ids_with_template, plain_ids = self._rust.encode("a").ids, self.encode("a").tolist()
+        # An id that the file's template puts first and a plain text does not begin with.
         self.begin_id = (
             ids_with_template[0] if ids_with_template and ids_with_template[:1] != plain_ids[:1] else None
         )
+        # With the end id, which another `end_token` changes for the same file.
         self.identity = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}/{self.end_id}"
 
     def encode(self, text: str) -> Ids:
@@ -286,6 +288,7 @@ class HFTokenizer:
         """
         if self._bytes_of_id is None:
             return None
+        # A copy of the table's entries, so it may be changed below.
         sizes = self._bytes_of_id[ids]
         if self.begin_id is not None:
             # The text after a begin id starts with the tokenizer's own space, which is not the user's.
@@ -295,6 +298,7 @@ class HFTokenizer:
     @functools.cached_property
     def _added_bytes(self) -> int:
         """Bytes of the space that the tokenizer puts before a text, 0 or 1."""
+        # Less the letter itself.
         return int(self._table[self.encode("a")].sum()) - 1
 
     @functools.cached_property

@@ -354,6 +354,7 @@ class Worker:
             microbatch = row_F[Field.EMBED_GRADIENT_MICROBATCH]
             return _sum(end_grads, self.end_layers.enter_gradient(trained, parts, microbatch, dx_BLD))
 
+        # The same on all workers, as in `_embed_next`.
         has_gradient = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
         return jax.lax.cond(has_gradient, add, lambda end_grads: end_grads, end_grads)
 

@@ -35,6 +35,7 @@ TIMEOUT_S = 10.0
 # urllib refuses some addresses with a ValueError, http.client with an error of its own.
 _POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
+# 1, 5 and 25 seconds, or up to a quarter less.
 RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
 """Pauses before an alert is posted again."""
 
@@ -215,6 +216,7 @@ class _Webhook:
             # Counted before the thread starts, so that `close` cannot miss a message under way.
             self._unsent += 1
             if self._thread is None:
+                # A daemon: what cannot be delivered keeps no process alive.
                 self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
                 self._thread.start()
         with contextlib.suppress(queue.Full):  # it stays counted as unsent

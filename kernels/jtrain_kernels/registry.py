@@ -83,6 +83,7 @@ class Implementation:
         )
 
 
+# Compared by identity: an op is a key, and its cases cannot be hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """An op and its implementations.

@@ -53,6 +53,7 @@ def _small_disk(trial: Trial) -> None:
     """Mounts a disk of its own as the workdir of the trial, with what is there already."""
     if os.path.ismount(trial.workdir.path):  # by an earlier fault of a sequence
         return
+    # A mount hides what is in the folder, so that is moved away first and copied onto the disk.
     aside = trial.folder / "before-the-mount"
     if trial.workdir.path.exists():
         trial.workdir.path.rename(aside)
@@ -202,6 +203,7 @@ def _writable(trial: Trial) -> None:
     "the workdir's disk is mounted read-only",
     needs=cannot_mount,
     must_refuse=True,
+    # The system writes Read-only, a message may begin otherwise.
     refused="(?s)(cannot be written|ead-only).*--workdir",
     mend=_writable,
 )

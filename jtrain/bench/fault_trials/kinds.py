@@ -91,6 +91,7 @@ class FaultResult:
         return f"sequences of {self.kind.count(':')}" if ":" in self.kind else self.kind
 
 
+# In the order of the table: importing a module registers its kinds.
 MODULES = (
     "kills",
     "damage",

@@ -313,6 +313,7 @@ def min_key_heads(setting: Setting) -> int:
     """Key heads of the layer that has the fewest."""
     model = model_of(setting)
     mixers = (block.mixer for block in model.blocks if isinstance(block.mixer, AttentionSpec))
+    # Without attention there are no heads, and any number of devices can split what there is.
     return min((mixer.head_sizes(model.sizes)[1] for mixer in mixers), default=DEVICES)
 
 

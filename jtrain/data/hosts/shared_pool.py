@@ -187,6 +187,7 @@ class SharedPool:
         if self._setups[part.source].grouped:
             return tuple(range(self._num_hosts))
         # From the numbers alone: all hosts ask with the same ones, and so choose the same reader.
+        # The second term counts runs; the first lets the sources begin with different hosts.
         turn = part.source + (int(part.numbers[-1]) + 1) // len(part.numbers)
         return (turn % self._num_hosts,)
 

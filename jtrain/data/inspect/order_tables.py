@@ -75,6 +75,7 @@ def lines_of(report: OrderReport) -> list[str]:
             f"drift after {steps:,} steps", percent, percent_beyond, _ADVICE["drift"] if steps == 1 else ""
         )
     shares = Table("shares", words("share of a source") + numbers("found", "wanted"))
+    # Hundreds of sources would fill the screen: those that are farthest off.
     farthest = sorted(report.sources, key=lambda source: -abs(source.found - source.wanted))[:MOST_SOURCES]
     for source in farthest:
         shares.add(f"  {source.name}", f"{source.found:.3%}", f"{source.wanted:.3%}")

@@ -222,6 +222,7 @@ class ProcessPool:
 
     def _loader_for(self, request: Request) -> LoaderProcess | None:
         """Returns a loader with room that answers a request; None if there is none now."""
+        # A request for a loader that is gone may go to any that reads the source.
         if request.loader in self.loaders:
             candidates = [self.loaders[request.loader]]
         else:
@@ -295,6 +296,7 @@ class ProcessPool:
             loader, cause, activity, opening=source if state == OPENING else None, reading=state != IDLE
         )
         # Loaders that die one after another at different places: the machine or the setup is at fault.
+        # One loss of each loader, and five of their successors.
         if self._losses_in_a_row > 5 + len(self.loaders):
             raise DataError(
                 f"{self._losses_in_a_row} loaders were lost in a row, the last {activity}: it {cause}. See "

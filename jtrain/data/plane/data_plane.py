@@ -162,6 +162,7 @@ class ProcessPlane(Plane):
 
     def take_messages(self) -> list[str]:
         messages = self._messages.copy()
+        # Only what was copied: the prefetch thread may have added more by now.
         del self._messages[: len(messages)]
         return messages
 

@@ -37,7 +37,9 @@ SHARD_BYTES = 1 << 24
 killed."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Deaths on one shard: one may be chance, three are due to the shard or the machine.
 _TRIES = 3
+# Longest wait for a worker's news, and the pause where only other processes have work.
 _POLL_S = 1.0
 _IDLE_S = 0.1
 
@@ -143,6 +145,7 @@ class _Worker:
 
     def close(self) -> int:
         """Ends the process, even amid a shard, by closing its connection; returns the exit code."""
+        # The worker ends with its connection; only one that hangs is killed.
         self.connection.close()
         try:
             return self.process.wait(5.0)
@@ -189,6 +192,7 @@ class _Pool:
                 continue
             source = None if worker is None else worker.source
             assignment = self._next_task(builds, source)
+            # No shard for this worker is none for any.
             if assignment is None:
                 return
             build, task = assignment

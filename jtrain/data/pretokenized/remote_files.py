@@ -29,6 +29,7 @@ REQUEST_BYTES = 1 << 23
 _REQUESTS = 32
 """Requests under way at a time, for each call."""
 
+# Errors of the disk that receives the copy, where the user can make room or choose another folder.
 _CACHE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -211,6 +212,7 @@ class _Pages:
         self._name = name
         self._size_bytes = size_bytes
         self._folder = folder
+        # Of this process: a page is summed up once and trusted from then on.
         self._checked = np.zeros(-(-size_bytes // PAGE_BYTES), np.bool_)
         self._copy: mmap.mmap | None = None
         self._sums: mmap.mmap | None = None

@@ -31,6 +31,7 @@ from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import Tokenizer, encode_documents, make_tokenizer, whole_document
 from jtrain.errors import FileError
 
+# Sizes of ids, lengths and summary, and the magic, which comes last: a file that was cut short lacks it.
 _FOOTER = struct.Struct("<QQQ8s")
 _MAGIC = b"jtrainU1"
 _BATCH_CHARACTERS = 1 << 20
@@ -252,6 +253,7 @@ def serve(descriptor: int) -> NoReturn:
         try:
             connection.send(answer)
         except OSError:
+            # The parent is gone or has closed the connection: nobody is left to tell.
             os._exit(0)
 
 

@@ -307,6 +307,7 @@ class IndexWriter:
         if contents is None:
             return None
         summary, ids_bytes, lengths = contents
+        # An earlier call left records out. Made again, the shard's worker reports the first of them.
         if summary.skipped and self.recipe.on_bad_record == "fail":
             return None
         ids_end = files[index_format.IDS].tell()
@@ -337,6 +338,7 @@ class IndexWriter:
                 continue
             # A shard that was rejected may have been longer than the one made again.
             os.truncate(self._partial / name, self._state["bytes"][name])
+        # Two counts of the same tokens: over the whole file, and by the summaries of the shards.
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}

@@ -58,6 +58,7 @@ class CorpusFiles:
         """Returns the only "file" of a source without files: a Grain dataset, which is open already."""
         dataset = StoredFile(label, label, 0, "", label)
         files = cls(FileParts([dataset], [0]), lambda file: records, is_lazy=True, opening=Opening())
+        # Open already, so the function that opens a file is never called.
         files.records = [records]
         return files
 

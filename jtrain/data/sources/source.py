@@ -187,6 +187,7 @@ class Source:
             if (value := getattr(self, setting)) not in names:
                 raise UserError(f"{field}.{setting}={value!r} must be one of {', '.join(names)}.")
         # Refused, since a setting without effect hides a typing error in another one.
+        # A factory makes the default of template_options, so its field has none.
         unset = {field.name: field.default for field in dataclasses.fields(self)} | {"template_options": {}}
         given = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
         if given and self.messages_field is None and self.prompt_field is None:
@@ -215,6 +216,7 @@ class Source:
     @property
     def mask(self) -> MaskFields | None:
         """Field that says what is learned of each text; None if all of it is."""
+        # At most one of them is set: `check` refuses two.
         for setting in ("prompt_field", "mask_field", "messages_field"):
             if (name := getattr(self, setting)) is not None:
                 return MaskFields(name, setting, self.mask_prompt)
@@ -286,6 +288,7 @@ def split_positions(
     # side="right" steps over empty files, whose end equals that of the file before.
     files = np.searchsorted(file_ends, records, side="right")
     number = records - np.where(files > 0, file_ends[files - 1], 0)
+    # Numbers are hashed by themselves first: those of neighbours differ in a few bits only.
     mixed = splitmix64(keys[files] ^ splitmix64(number.astype(np.uint64)))
     # The upper 53 bits, as many as a float64 holds exactly; 2**-53 maps them to [0, 1).
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

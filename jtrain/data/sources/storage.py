@@ -178,6 +178,7 @@ def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
     # Only after `_kind`: a file whose name has brackets is itself and no glob.
     elif glob.has_magic(path):
         looked_for = f"files that match {root.absolute()}"
+        # A set: with `**` a file may match more than once.
         paths = [f for f in set(glob.glob(str(root), recursive=True)) if not os.path.isdir(f)]
         # Names are relative to the deepest folder without a wildcard.
         magic = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
@@ -277,8 +278,10 @@ def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:
             if web and not magic
             else path.removeprefix(base).lstrip("/")
         )
+        # Hidden files are left out, as they are locally.
         if info["type"] != "file" or not name or any(part.startswith(".") for part in name.split("/")):
             continue
+        # Listings have paths without their scheme.
         location = str(fs.unstrip_protocol(path))
         version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
         # A web server may send no length; -1 stands for that.

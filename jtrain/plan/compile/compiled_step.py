@@ -105,6 +105,7 @@ def compile_step(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
+        # Arguments and outputs live for ever, as the compiler counts; the rest is temporary.
         temp_bytes=memory.total_allocation_bytes - memory.indefinite_allocations,
         host_argument_bytes=memory.host_argument_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,

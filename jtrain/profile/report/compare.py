@@ -92,6 +92,7 @@ def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileC
         (part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)
     ]
     parts = [
+        # A part that one profile does not know counts as 0 there.
         Change(part.name, "", a_s or 0.0, b_s or 0.0, {})
         for part, a_s, b_s in values
         if (a_s, b_s) != (None, None)

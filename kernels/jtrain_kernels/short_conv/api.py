@@ -88,6 +88,7 @@ def short_conv(
         left_BWC=contexts_before.x_BWC,
         left_segment_BW=contexts_before.segment_BW,
     )
+    # The last part's tail is the row's.
     return parts.join(y, split), jax.tree.map(lambda array: array[-1], contexts_after)
 
 
@@ -108,6 +109,7 @@ def _last_inputs(x_BLC: Array, segment_BL: Array, left: LeftContext) -> LeftCont
     )
 
 
+# Argument 6 is `silu`. The shifted float32 copies are made again in the backward pass, not kept for it.
 @partial(jax.checkpoint, static_argnums=(6,))
 def _taps(
     x_BLC: Array,

@@ -134,6 +134,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
                 self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
             self.close_connection = self.close_connection or fault == "cut"
 
+        # `answer` tells the methods apart.
         do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -146,6 +147,7 @@ def serve(store: Store, answer: Callable[[Store, StoreRequest], Reply]) -> Itera
     server = Server(("127.0.0.1", 0), Handler)
     # Clients keep connections open, whose threads must not hold up the end of a test.
     server.daemon_threads = True
+    # `shutdown` waits for the next poll, by default half a second.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -170,6 +172,7 @@ def _entry(store: Store, name: str) -> dict[str, Any]:
 def _current_generation(store: Store, request: StoreRequest) -> int:
     name = request.query.get("name", request.path.rpartition("/o/")[2])
     # 0 is the condition of a client that wants to create an object.
+    # 1: files that the store began with have no entry.
     return store.generations.get(name, 1) if name in store.files else 0
 
 

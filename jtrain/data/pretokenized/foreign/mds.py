@@ -98,6 +98,7 @@ class MdsShard(ForeignFile):
         if self._labels is None:
             return part_content
         labels = self._labels.scan(part)
+        # Read as unsigned like ids, but labels may be -100.
         signed = labels.ids.view(f"<i{labels.ids.itemsize}").astype(np.int64)
         ignored = ignored_runs(part_content, signed, labels.ends, self.path)
         return dataclasses.replace(part_content, ignored=ignored)
@@ -112,6 +113,7 @@ class MdsShard(ForeignFile):
                 raise UserError(
                     f"{self.path}: its arrays are not all of one dtype. Write it with one, such as uint32."
                 )
+            # Behind the code of the dtype, one byte.
             starts = starts + 1
         # One byte: number of dimensions << 2 | log2 of the bytes per size; the sizes follow.
         if self._has_own_shape:

@@ -94,6 +94,7 @@ def marks_of(read: ReadBytes, start: int, end: int, text_of: Callable[[dict[str,
     """
     quotes = [np.zeros(0, np.int64)]
     for first, block, escapes in _blocks(read, start, end):
+        # One more, so that the byte after every escape has an index.
         is_quote = np.append(block == _QUOTE, False)
         is_quote[escapes + 1] = False
         quotes.append(np.flatnonzero(is_quote) + first)
@@ -101,14 +102,18 @@ def marks_of(read: ReadBytes, start: int, end: int, text_of: Callable[[dict[str,
         if sum(map(len, quotes)) > _MOST_SKELETON_BYTES // 8:
             return None
     borders = np.concatenate(quotes)
+    # A string that does not end.
     if len(borders) % 2:
         return None
+    # From behind the opening quote to the closing one.
     strings = borders.reshape(-1, 2) + np.asarray([1, 0])
     strings = strings[strings[:, 1] - strings[:, 0] >= LONG_STRING_BYTES]
+    # What lies before, between and behind the long strings, their quotes included.
     gaps = np.concatenate([[start], strings.reshape(-1), [end]]).reshape(-1, 2)
     if not len(strings) or np.diff(gaps).sum() > _MOST_SKELETON_BYTES:
         return None
     texts = [read(first, last) for first, last in gaps.tolist()]
+    # Without quotes, which the gaps have.
     names = [json.dumps(f"{_STANDS_FOR}{number}")[1:-1].encode() for number in range(len(strings))]
     try:
         record = json.loads(
@@ -210,7 +215,9 @@ def _saved_bytes(
     if (digits < 0).any():
         return None
     values: Int[np.ndarray, " u"] = digits @ np.asarray([4096, 256, 16, 1])
+    # Of the six bytes of an escape, less those of its character in UTF-8.
     saved[unicode] = 6 - np.where(values < 0x80, 1, np.where(values < 0x800, 2, 3))
+    # 0xD800 and 0xDC00, the begins of both halves, shifted alike.
     is_high, is_low = values >> 10 == 0x36, values >> 10 == 0x37
     # Each half must have its other one right behind or before it.
     begin = escapes[unicode]
@@ -227,6 +234,7 @@ def _is_half(block: UInt8[np.ndarray, " bytes"], escapes: Int[np.ndarray, " n"])
     """True for escapes of the first half of a surrogate pair."""
     begin = escapes[:, None] + np.arange(1, 4)
     codes = block[np.minimum(begin, len(block) - 1)]
+    # From D8 to DB: the second digit is 8 to 11.
     return (codes[:, 0] == _U) & (_HEX[codes[:, 1]] == 0xD) & (_HEX[codes[:, 2]] // 4 == 2)
 
 

@@ -71,6 +71,7 @@ class TextFile(Records):
         return -(-(end - begin) // self._piece_bytes)
 
     def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        # Pieces that begin before an offset, by their nominal starts.
         return -(-offsets // self._piece_bytes)
 
     sizes_need_reading = False
@@ -108,6 +109,7 @@ class TextFile(Records):
             return min(nominal, self._file.size_bytes)
         file.seek(nominal)
         search_bytes = file.read(min(_LINE_SEARCH_BYTES, self._piece_bytes))
+        # 0 where no line ends.
         line_end = search_bytes.find(b"\n") + 1
         if line_end:
             return nominal + line_end
@@ -217,6 +219,7 @@ class JsonLines(Records):
         is_short = size < below_bytes
         if self._fields.mask is not None or not is_short.any():
             return Lines.none(len(records))
+        # An empty span in the place of each longer line, so that all lines have one.
         size = np.where(is_short, size, 0)
         first, last = int(start[is_short].min()), int((start + size)[is_short].max())
         with self._file.open() as file:
@@ -271,6 +274,7 @@ class JsonLines(Records):
         if (marks := _KEPT_MARKS.get((self._key, record))) is None:
             start += len(BOM) if read_span(file, start, start + len(BOM)) == BOM else 0
             marks = marks_of(lambda first, last: read_span(file, first, last), start, end, self.text_of)
+            # Kept too, so that a line without marks is scanned once.
             marks = NO_MARKS if marks is None else marks
             _KEPT_MARKS.add((self._key, record), marks, marks.size_bytes)
         return None if marks is NO_MARKS else marks

@@ -41,6 +41,7 @@ class TurnRecords(Records):
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         places = self._turns.rows(records)
+        # A chat is read and rendered once, however many of its turns are asked for.
         chats = list(dict.fromkeys(chat for chat, _ in places))
         text_of = dict(zip(chats, self._chats.read(chats), strict=True))
         return [_turns_of(text_of[chat])[turn] for chat, turn in places]
@@ -77,6 +78,7 @@ class TurnRecords(Records):
 
     def _first_records(self, chats: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """Returns the first record of each of these chats; the number of records behind the last chat."""
+        # Chats ascend in the table, and each has at least one record, a bad one too.
         return np.searchsorted(self._turns.span(0, len(self))[:, 0], chats)
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
