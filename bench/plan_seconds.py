@@ -67,6 +67,7 @@ class Published:
 
 PUBLISHED = (
     Published(
+        # A chip of tpu7x is two devices.
         "1: Llama 3.1 70B, 64 chips", LLAMA_70B, "tpu7x", dict(data=128), (256, 8192), 12.20, "tpu-recipes, Ironwood"
     ),
     Published(

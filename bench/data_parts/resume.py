@@ -36,6 +36,7 @@ def rows(
         for step in (EARLY, LATE):
             ours[step].append(our_resume_s(parquet, states[step]))
             grain[step].append(peer_resume_s(None, "grain", arrayrecord, step))
+    # Once: its late resume takes minutes, and no bar is on it.
     torch = {step: peer_resume_s(python, "torch", parquet, step) for step in (EARLY, TORCH_LATE)}
     # The difference of two resumes: start-up cancels out.
     per_step_s = (torch[TORCH_LATE] - torch[EARLY]) / (TORCH_LATE - EARLY)

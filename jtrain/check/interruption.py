@@ -51,6 +51,7 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         codes = [
             train(run, workdir=unbroken, **options),
+            # The step that runs when the signal comes is finished: the stop is after step STEPS // 2.
             train(run, workdir=broken, watchers=(StopAfter(STEPS // 2 - 1),), **options),
             train(run, workdir=broken, **options),
         ]
@@ -72,6 +73,7 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
     ]
     leaves = [jax.tree_util.tree_leaves_with_path(jax.device_get(state)) for state in states]
     for (path, a), (_, b) in zip(*leaves, strict=True):
+        # By bytes: a nan equals itself, and -0 is not 0.
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():
             raise Differs(f"state of step {STEPS} differs in {jax.tree_util.keystr(path)}")
     return (
@@ -83,4 +85,5 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
     """Lines of train steps by step."""
     lines = (json.loads(line) for line in (folder / FILE).read_text().splitlines())
+    # Lines of evaluations have none.
     return {line["step"]: line for line in lines if "batch_hash" in line}

@@ -32,6 +32,7 @@ class MemoryPlan:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            # Without the flag that emulates devices in this process.
             env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
             preexec_fn=lambda: os.nice(5),
         )

@@ -165,6 +165,7 @@ def with_few_ids(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
         target_ids = np.searchsorted(used, target_BL)
         # A target that is no token of the batch would be given a wrong name.
         is_target = target_BL != IGNORE
+        # An id above all that are used has the index behind the last one.
         if not np.array_equal(used[np.minimum(target_ids, len(used) - 1)][is_target], target_BL[is_target]):
             raise UserError("a target of the batch is none of its tokens: the data plane mixed up two rows.")
         arrays = {

@@ -51,6 +51,7 @@ class Worst:
         """Takes another difference; one that is no number is over every bound."""
         share = difference / bound if bound else float(difference != 0) * np.inf
         share = share if np.isfinite(difference) else np.inf
+        # Not `share > 1`, which no nan is.
         is_over = not share <= 1
         self.over += is_over
         if self.has_tensor:

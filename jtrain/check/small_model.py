@@ -47,6 +47,7 @@ def shrink_model(
       periods: repetitions of the pattern.
     """
     pattern, first = _kinds(model.pattern), tuple(dict.fromkeys(model.first))
+    # Blocks at the end belong to the whole pattern: none where it was shortened.
     last = len(model.last) if len(pattern) == len(model.pattern) else 0
     shrink = Shrink(model, shrink_positions)
     num_heads, num_kv_heads = shrink.heads(model.num_heads, model.num_kv_heads)

@@ -55,6 +55,7 @@ class SmallRuns:
 
     def model(self, vocab_size: int) -> Transformer:
         """The model, with as many layers as every stage and chunk of a pipeline needs."""
+        # A repetition of the pattern for each chunk of two stages.
         stages = 2 * self.run.pipeline.chunks_per_worker if "stage" in self.axes and not self._is_file else 2
         return shrink_model(
             self.run.model,
@@ -112,6 +113,7 @@ class SmallRuns:
             try:
                 validate(run)
             except UserError as error:
+                # The first one is of the nearest layout.
                 refusal = refusal or error
                 continue
             return run
@@ -125,6 +127,7 @@ class SmallRuns:
         spec = dataclasses.replace(
             layout,
             auto=False,
+            # What layout.auto will choose is not known here: stage 3 splits the most.
             zero_stage=3 if layout.auto else layout.zero_stage,
             microbatch_tokens=None,
             sequence_groups=min(layout.sequence_groups, 2),
@@ -137,6 +140,7 @@ class SmallRuns:
     def interrupted(self, axes: tuple[str, ...], plain: Run, vocab_size: int) -> Run:
         """A whole run of a few steps on these axes, in the run's own precision and with its own optimizer."""
         run = self.with_axes(plain, axes)
+        # The microbatches of a pipeline are what its schedule asks for.
         accumulation = 2 if self.accumulates and "stage" not in axes else run.layout.microbatches
         run = dataclasses.replace(
             run,

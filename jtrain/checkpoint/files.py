@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 LAST = "last_checkpoint.json"
 
 _FORMAT = 2
+# Threads are enough: reading and hashing release the interpreter's lock.
 _HASH_THREADS = 8
 
 
@@ -122,6 +123,7 @@ class Manifest:
         for name, (size, _) in self.files.items():
             top, _, leaf_path = name.partition("/")
             leaf_name, _, file = leaf_path.partition("/")
+            # The chunks of an array; its zarr.json does not count.
             if top == STATE and file.startswith("c"):
                 stored[leaf_name] = stored.get(leaf_name, 0) + size
         return [

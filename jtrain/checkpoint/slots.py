@@ -29,6 +29,7 @@ from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf, ProcessPart, gib
 from jtrain.checkpoint.host_copy import first_element
 
+# Two: one is whole while the other one is written over.
 SLOTS = ("a", "b")
 
 # `mmap` returns a pointer and takes a 64-bit offset: ctypes assumes int for both unless told.
@@ -111,6 +112,7 @@ def reserve(slot: Path, sizes: Mapping[str, int]) -> None:
         if name.startswith(f"{files.STATE}/") and name not in sizes:
             (slot / name).unlink()
     for folder in {(slot / name).parent for name in sizes}:
+        # For the run's own user: other users of the host must not read a model.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, size in sizes.items():
         handle = os.open(slot / name, os.O_RDWR | os.O_CREAT, 0o600)

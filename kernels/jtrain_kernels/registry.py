@@ -83,7 +83,7 @@ class Implementation:
         )
 
 
-# Compared by identity: an op is a key, and its cases cannot be hashed.
+# Compared by identity: an op is one object, and its cases cannot be hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """An op and its implementations.

@@ -16,6 +16,7 @@ LEAVES = r"^checkpoints/N\.(damaged|doubtful)"
 
 
 def _truncate(file: Path, trial: Trial) -> None:
+    # At least one byte is cut off, and all of them may be.
     os.truncate(file, trial.rng.randrange(file.stat().st_size))
 
 
@@ -69,6 +70,7 @@ def _damages(damage_name: str) -> None:
         file_type = trial.rng.choice(sorted(files_by_type))
         file = trial.rng.choice(files_by_type[file_type])
         trial.result.notes.append(f"{damage_name}: {file.relative_to(trial.workdir.path)}")
+        # Noted first: a trial that fails here still says which file it was.
         DAMAGES[damage_name](file, trial)
 
 

@@ -30,6 +30,7 @@ def late_hosts(trial: Trial) -> None:
     second = trial.start(module=HostSpec("host-b").module)
     # One of them is refused, or both end one after another: the second one found a finished run.
     first.until(lambda: not (first.running() and second.running()), poll_s=0.01)
+    # Where both have ended, the second one counts as the survivor.
     survivor, loser = (first, second) if first.running() else (second, first)
     trial.let_train(survivor)
     loser.wait()

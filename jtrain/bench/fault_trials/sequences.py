@@ -72,6 +72,7 @@ def draw(kinds: Mapping[str, FaultKind], seed: int) -> Iterator[FaultSequence]:
     while True:
         length = rng.randint(2, MOST_FAULTS)
         sequence = tuple(Fault(rng.choice(names), rng.randrange(1000)) for _ in range(length))
+        # Drawn again, so that all sequences that can run are equally likely.
         if not _contradict(sequence, kinds):
             yield sequence
 

@@ -69,6 +69,7 @@ def lines(
     )
     table = Table("trials", words("kind") + numbers(*heads))
     # In the order of the list of kinds, not in that of the trials.
+    # Groups of sequences are no kinds, and come behind them.
     order = [*kinds, *sorted(by_kind(results))]
     for name, results_of_kind in sorted(by_kind(results).items(), key=lambda item: order.index(item[0])):
         injected = [result for result in results_of_kind if result.skipped is None]

@@ -27,6 +27,7 @@ def token_lines(piece: dict[str, Any]) -> list[str]:
             text, _WIDTH, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False
         )
         for number, line in enumerate(wrapped):
+            # The label stands before the first line of a run alone.
             lines.append((" " * len(label) if number else label) + line)
     return lines
 

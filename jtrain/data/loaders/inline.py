@@ -110,5 +110,6 @@ class InlinePool:
         pass
 
     def close(self) -> None:
+        # Also sources that were never read: closing those does nothing.
         for source in range(len(self.setups)):
             self._loader.close(source)

@@ -58,6 +58,7 @@ class BatchIterator:
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Returns a function that converts the present state to JSON, so that only saved steps pay for it."""
+        # The state is bound now: batches that are drawn meanwhile replace it and do not change it.
         return functools.partial(to_json, self._state, self._identity, self._names)
 
     def take_messages(self) -> list[str]:

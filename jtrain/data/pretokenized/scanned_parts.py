@@ -69,6 +69,7 @@ class PartScanner:
             raise self._beyond_vocabulary(foreign_file.path, part, part_content.ids)
         ids = part_content.ids.astype(self.id_dtype, copy=False)
         is_last = part == foreign_file.num_parts() - 1
+        # Only then: a part that waits for earlier ones would hold its ids in memory.
         copied_ids = ids if self.layout.copies else None
         return ScannedPart(
             file,

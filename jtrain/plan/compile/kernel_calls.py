@@ -28,6 +28,7 @@ def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
     live_devices = jax.devices()
     if live(live_devices[0]).name == spec.name and len(live_devices) >= count:
         return live_devices[:count]
+    # A topology may have more devices than the mesh: to trace, the first ones will do.
     topologies = TPUS.get(spec.name, (f"{spec.name}:{count}",) if spec.name in TARGETS else ())
     for topology in topologies:
         if len(devices := topology_devices(topology)) >= count:
@@ -54,4 +55,5 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
     step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
     with registry.recording() as calls, lowering_for(mesh, live(devices[0])):
         step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+    # Layers that are alike ask with the same shapes.
     return tuple({(op.name, registry.shapes(avals)): (op, avals) for op, avals in calls}.values())

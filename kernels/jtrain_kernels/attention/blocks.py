@@ -18,6 +18,7 @@ def _parts(x: Array, chunk: int, axis: int = 1) -> Array:
 
 
 def _whole(x: Array, axis: int = 1) -> Array:
+    # The inverse of `_parts`.
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -68,6 +69,7 @@ def forward(
         # A query without keys has total 0; dividing by 1 gives it y = 0.
         y = y / jnp.where(total == 0, 1.0, total)[..., None]
         lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        # [B, K, G, C, P] -> [B, C, K, G, P]: both dimensions of heads side by side again.
         return y.transpose(0, 3, 1, 2, 4).astype(q_BLNH.dtype), lse
 
     y, lse = jax.lax.map(forward_chunk, (_parts(_grouped(q_BLNH, K), chunk), _parts(segment_BL, chunk)))

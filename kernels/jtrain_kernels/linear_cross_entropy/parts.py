@@ -158,6 +158,7 @@ def _summaries(
     return vocab.merge(top_SC, total_SC, picked_SC)
 
 
+# Arguments 6 to 9 are no arrays: fetch, z_loss, soft_cap, vocab.
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _loss(
     x_SCD: Array,

@@ -66,6 +66,7 @@ def mamba2(
 
     def transition(arrays: parts.Arrays, document_BL: Array) -> tuple[Array, Array]:
         dt_BLN = arrays["dt_BLN"]
+        # From a state of zeros: what the part itself adds.
         _, own_sum = run(arrays, document_BL, jnp.zeros((len(dt_BLN), N, S, P), jnp.float32))
         decay_BN = jnp.exp(jnp.sum(dt_BLN, axis=1) * a_N.astype(jnp.float32)[None])
         # A document that starts within the part forgets the state before the part.

@@ -108,6 +108,7 @@ class MaskFields:
         texts = [value for value in values if value is not None and value != ""]
         if wrong := [value for value in texts if not isinstance(value, str)]:
             return wrong[0]
+        # A line end behind each, so that the last one divides the prompt from its completion.
         return "".join(f"{text}\n" for text in texts)
 
     def __str__(self) -> str:
@@ -127,6 +128,7 @@ class MaskFields:
             return self._text_of_chat(messages, tools=tools)
         if not self.is_prompt:
             return MaskedText(text, _spans(value, len(text)))
+        # Two lists of messages are one chat, whose first part is the prompt.
         if is_chat(text) and is_chat(value):
             return self._text_of_chat([*value, *text], num_prompt=len(value))
         if not isinstance(value, str) or not isinstance(text, str):
