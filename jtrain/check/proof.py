@@ -163,7 +163,9 @@ class Check:
         return export_is_import(self.device, self.samples[0][1], begin_id=end_id, end_id=end_id)
 
     def _resume(self) -> str:
-        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, self.run.model.vocab_size)
+        # The ids of the tokenizer, of which a model may have more.
+        vocab_size = min(self.run.model.vocab_size, -(-self.small_dataset.vocab_size // 16) * 16)
+        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, vocab_size)
         with tempfile.TemporaryDirectory() as scratch:
             return resume_is_unbroken(run, self.config_text, Path(scratch))
 

@@ -125,7 +125,7 @@ BUGS = {
         words_of("text"),
         "export = import",
     ),
-    "experts: tokens come back to another rank's rows": PlantedBug(
+    "tokens and hash of a batch not counted over context": PlantedBug(
         "jtrain/step/zero.py",
         'tuple(axis for axis in (*BATCH_AXES, "context") if',
         "tuple(axis for axis in BATCH_AXES if",
