@@ -137,7 +137,8 @@ class Check:
             check_positions(sample)
         course = self.reference.course
         assert course.nats_BL is not None
-        return packed_is_alone(self.device, self.samples[0], course.losses[0], course.nats_BL)
+        samples, objective = self.samples[0], self.run.objective
+        return packed_is_alone(self.device, samples, objective, course.losses[0], course.nats_BL)
 
     def _layouts(self) -> Proofs:
         """A line for each axis in use, and for as many together as there are devices for."""
