@@ -1,10 +1,11 @@
 """Resume = unbroken: a run that is stopped by a signal and started again, against one that is not."""
 
 import contextlib
-import io
 import json
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, override
 
@@ -47,8 +48,7 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
     """
     unbroken, broken = scratch / "unbroken", scratch / "broken"
     options: Any = dict(config_text=config_text, devices=jax.devices()[: run.mesh.size])
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with _into(scratch / "output.txt"):
         codes = [
             train(run, workdir=unbroken, **options),
             # The step that runs when the signal comes is finished: the stop is after step STEPS // 2.
@@ -56,7 +56,9 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
             train(run, workdir=broken, **options),
         ]
     if codes != [DONE, STOPPED, DONE]:
-        raise Differs(f"exit codes {codes}, not {[DONE, STOPPED, DONE]}: {output.getvalue()[-400:]}")
+        raise Differs(
+            f"exit codes {codes}, not {[DONE, STOPPED, DONE]}: {(scratch / 'output.txt').read_text()[-400:]}"
+        )
     want, got = (_lines(folder) for folder in (unbroken, broken))
     for step in range(1, STEPS + 1):
         for name in COMPARED:
@@ -80,6 +82,23 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
         f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the state, bit "
         "for bit"
     )
+
+
+@contextlib.contextmanager
+def _into(file: Path) -> Iterator[None]:
+    """Writes all output into a file, also that of handlers of signals, which write to the descriptors."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with file.open("wb") as out:
+        for number in (1, 2):
+            os.dup2(out.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:

@@ -131,7 +131,8 @@ class Reference:
 
 def _floats(course: Course) -> dict[str, np.ndarray]:
     """State of the optimizer after the first update; second moments are squares of what the first are of."""
-    return {path: x for path, x in course.moments.items() if x.dtype == np.float32}
+    # Sorted: `mu`, the gradient itself, comes before `nu`.
+    return {path: x for path, x in sorted(course.moments.items()) if x.dtype == np.float32}
 
 
 def _nats(course: Course) -> np.ndarray:

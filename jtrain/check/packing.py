@@ -26,6 +26,7 @@ from jtrain.layout.dims import Batch
 from jtrain.model.param import Params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from jtrain.step.objective import ObjectiveSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,11 @@ def nats_of(sample: Sample, logits_BLV: np.ndarray) -> np.ndarray:
 
 
 def packed_is_alone(
-    device: OneDevice, samples: Sequence[Sample], first_loss: float, evaluated_BL: np.ndarray
+    device: OneDevice,
+    samples: Sequence[Sample],
+    objective: ObjectiveSpec,
+    first_loss: float,
+    evaluated_BL: np.ndarray,
 ) -> str:
     """Proves that records of one row know nothing of each other, in training and in evaluation.
 
@@ -132,12 +137,21 @@ def packed_is_alone(
         if number == 0:
             evaluated = np.asarray([piece.of(evaluated_BL).sum(dtype=np.float64) for piece in sample.pieces])
             _check_nats(sample, "in evaluation", evaluated, alone.nats, bounds)
-            loss = float(alone.nats.sum()) / max(sample.num_targets, 1)
-            bound = LOSS * loss + MARGIN * float(spread.sum()) / max(sample.num_targets, 1)
-            worst.add("loss of the train step to nats per target", abs(first_loss - loss), bound)
+            loss, spread_of_loss = _mean(objective, sample, alone.nats), _mean(objective, sample, spread)
+            bound = LOSS * loss + MARGIN * spread_of_loss
+            worst.add("loss of the train step", abs(first_loss - loss), bound)
             worst.refuse()
         num_pieces += len(sample.pieces)
     return f"{num_pieces} records, nats and gradients; {worst.text}"
+
+
+def _mean(objective: ObjectiveSpec, sample: Sample, nats: np.ndarray) -> float:
+    """Loss of a batch, of the nats of its pieces."""
+    counts = np.asarray([(piece.of(sample.arrays["target_BL"]) != IGNORE).sum() for piece in sample.pieces])
+    if objective.mean == "tokens":
+        return float(nats.sum()) / max(int(counts.sum()), 1)
+    has_targets = counts > 0
+    return float((nats[has_targets] / counts[has_targets]).mean())
 
 
 def _check_nats(sample: Sample, label: str, nats: np.ndarray, alone: np.ndarray, bounds: np.ndarray) -> None:

@@ -137,7 +137,8 @@ class Check:
             check_positions(sample)
         course = self.reference.course
         assert course.nats_BL is not None
-        return packed_is_alone(self.device, self.samples[0], course.losses[0], course.nats_BL)
+        samples, objective = self.samples[0], self.run.objective
+        return packed_is_alone(self.device, samples, objective, course.losses[0], course.nats_BL)
 
     def _layouts(self) -> Proofs:
         """A line for each axis in use, and for as many together as there are devices for."""
@@ -163,7 +164,9 @@ class Check:
         return export_is_import(self.device, self.samples[0][1], begin_id=end_id, end_id=end_id)
 
     def _resume(self) -> str:
-        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, self.run.model.vocab_size)
+        # The ids of the tokenizer, of which a model may have more.
+        vocab_size = min(self.run.model.vocab_size, -(-self.small_dataset.vocab_size // 16) * 16)
+        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, vocab_size)
         with tempfile.TemporaryDirectory() as scratch:
             return resume_is_unbroken(run, self.config_text, Path(scratch))
 

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 import numpy as np
 
 from jtrain.data import TextDataset
+from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
@@ -67,11 +68,9 @@ def read_samples(dataset: TextDataset) -> Generator[Sample]:
     with dataset.train_batches(inline=True) as iterator:
         for batch in iterator:
             assert iterator.plan is not None, "only a data plane in this process tells its plan"
-            pieces = iterator.plan.pieces
-            arrays = {
-                field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)
-            }
-            yield Sample({name: array.copy() for name, array in arrays.items()}, _pieces(dataset, pieces))
+            # Copies, since the data plane fills its arrays anew.
+            arrays = {name: np.array(getattr(batch, name)) for name in ARRAYS}
+            yield Sample(arrays, _pieces(dataset, iterator.plan.pieces))
 
 
 def _pieces(dataset: TextDataset, pieces: Pieces) -> tuple[Piece, ...]:

@@ -21,6 +21,7 @@ from jtrain.data import TextDataset
 from jtrain.data.chat.messages import ASSISTANT, is_chat, read_messages, read_tools
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats.masked_text import MaskedText, MaskFields
+from jtrain.data.tokenizer_files import folder_of
 from jtrain.layout.constants import IGNORE
 
 END = "\N{SYMBOL FOR END OF TEXT}"
@@ -69,7 +70,10 @@ class Script:
         from tokenizers import Tokenizer  # lazy: bytes need none
 
         path = Path(self.setup.tokenizer).expanduser()
-        return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+        folder = folder_of(self.setup.tokenizer)
+        return Tokenizer.from_file(
+            str(path if path.is_file() or folder is None else folder / "tokenizer.json")
+        )
 
     def read(self, ids: np.ndarray) -> str:
         """Text of tokens, special ones as they are spelled, the end of a document as END."""

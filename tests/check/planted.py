@@ -38,9 +38,9 @@ BUGS = {
         "targets per batch > 0",
     ),
     "normalisation: mean per rank, not tokens of the global batch": PlantedBug(
-        "jtrain/step/train_step.py",
-        "weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)",
-        "weight = 1.0 / jnp.maximum(jnp.sum(batch.target_BL != IGNORE) * layout.mesh.data, 1)",
+        "jtrain/step/objective.py",
+        "unit = 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32)",
+        "unit = 1.0 / jnp.maximum(jnp.sum(batch.target_BL != IGNORE) * layout.mesh.data, 1)",
         words_of("text", "mesh.data=2"),
         "mesh.data = one device",
     ),
@@ -106,7 +106,7 @@ BUGS = {
     "each microbatch is a mean of its own": PlantedBug(
         "jtrain/step/train_step.py",
         "return total * weight, nats * weight",
-        "own = 1.0 / (jnp.maximum(jnp.sum(part.target_BL != IGNORE), 1) * spec.microbatches)\n            "
+        "own = 1.0 / (jnp.maximum(jnp.sum(part.target_BL != -1), 1) * spec.microbatches)\n            "
         "return total * own, nats * own",
         words_of("text", "layout.microbatches=2"),
         "accumulation = one batch",
@@ -125,7 +125,7 @@ BUGS = {
         words_of("text"),
         "export = import",
     ),
-    "experts: tokens come back to another rank's rows": PlantedBug(
+    "tokens and hash of a batch not counted over context": PlantedBug(
         "jtrain/step/zero.py",
         'tuple(axis for axis in (*BATCH_AXES, "context") if',
         "tuple(axis for axis in BATCH_AXES if",
