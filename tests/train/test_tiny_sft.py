@@ -61,12 +61,23 @@ def trained(workdir: Path, chats: Path, *sets: str) -> tuple[Run, list[dict[str,
     return run, [json.loads(line) for line in lines]
 
 
-def test_a_run_learns_what_is_sampled_and_keeps_its_answers(tmp_path: Path) -> None:
-    """With sharded weights on two stages: the same answers as `jtrain generate` gives from the checkpoint."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("mesh.data=8", "layout.zero_stage=3"),
+        pytest.param(
+            ("mesh.stage=2", "mesh.data=4", "layout.zero_stage=1", "layout.microbatches=2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_learns_what_is_sampled_and_keeps_its_answers(layout: tuple[str, ...], tmp_path: Path) -> None:
+    """With sharded weights, also on two stages: the answers are those of `jtrain generate` from the checkpoint."""
     run, answers = trained(
         tmp_path / "run",
         write_chats(tmp_path),
-        *("mesh.stage=2", "mesh.data=4", "layout.zero_stage=1", "layout.microbatches=2"),
+        *layout,
         "eval.prompts=('question 1', 'question 2')",
     )
     # Each step's learned tokens are those of the answers and their stop tokens.
@@ -124,7 +135,7 @@ def test_questions_that_cannot_be_asked_are_refused(sets: tuple[str, ...], why: 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "messages_text": str(line)}) + "\n" for line in lines))
     with pytest.raises(UserError, match=why):
-        trained(tmp_path / "run", path, *sets)
+        trained(tmp_path / "run", path, "mesh.data=8", *sets)
 
 
 @pytest.mark.slow

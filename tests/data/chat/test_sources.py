@@ -8,6 +8,8 @@ import pytest
 
 from bench.data_parts import chats
 from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.chat import environment
+from jtrain.data.chat.template import ChatTemplate
 from jtrain.data.inspect.step_contents import pieces_of_step
 from jtrain.data.inspect.token_runs import tokens_page
 from jtrain.data.tokenizer import make_tokenizer
@@ -111,3 +113,11 @@ def test_a_page_shows_each_token_and_if_it_is_learned(tmp_path: Path) -> None:
     assert page.count('class="read"') == sum(len(piece["tokens"]) for piece in pieces) - learned
     assert "&lt;|im_end|&gt;" in page
     assert "<b>" not in page.partition("Tokens of step 0")[2].partition("<script")[0]
+
+
+def test_the_built_in_template_is_exported_as_others_render_it() -> None:
+    """Without the variable that only jtrain gives; another template is exported as it is."""
+    messages = [{"role": "user", "content": "Hi"}]
+    text, _ = environment.render(ChatTemplate().exported, messages=messages, add_generation_prompt=True)
+    assert text == "<|user|>\nHi\n<|assistant|>\n"
+    assert ChatTemplate(source=templates.PLAIN).exported == templates.PLAIN
