@@ -10,10 +10,12 @@ import optax
 import pytest
 
 from jtrain.layout.dims import IGNORE
+from jtrain.layout.layout import OffloadSpec
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
 from jtrain.model.param import at_path, map_params
 from jtrain.model.router import MoESpec
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
@@ -86,22 +88,25 @@ def test_the_first_loss_is_that_of_the_base_and_the_base_stays_as_it_is() -> Non
 
 
 LAYOUTS = [
-    (dict(data=2, context=2, tensor=2), dict(zero_stage=3, microbatches=2)),
-    (dict(stage=2, data=2), dict(zero_stage=3, microbatches=4)),
-]
-MORE_LAYOUTS = [
     *((dict(data=4), dict(zero_stage=stage)) for stage in (1, 2, 3)),
     (dict(data=2), dict(zero_stage=2, microbatches=4)),
-    (dict(replica=2, data=4), dict(zero_stage=3)),  # B is not split: 8 devices do not divide rank 4
+    (dict(replica=2, data=4), dict(zero_stage=3)),
+    (dict(data=8), dict(zero_stage=3)),  # 8 devices do not divide rank 4, so that B is whole on each
     (dict(tensor=2), dict()),
     (dict(context=2), dict()),
     (dict(stage=2), dict(microbatches=4, remat="full")),
+    (dict(stage=2, data=2), dict(zero_stage=3, microbatches=4)),
+    (dict(stage=2), dict(microbatches=4, pipeline=PipelineSpec("zb-h1"))),
+    (dict(data=2), dict(zero_stage=3, offload=OffloadSpec(params=1.0, optimizer=1.0))),
 ]
 
 
 @pytest.mark.parametrize(
     ("axes", "layout"),
-    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS)],
+    [
+        (dict(data=2, context=2, tensor=2), dict(zero_stage=3, microbatches=2)),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS),
+    ],
     ids=str,
 )
 def test_a_layout_is_not_a_model(axes: dict[str, int], layout: dict[str, Any]) -> None:
@@ -138,7 +143,7 @@ def test_experts_have_adapters_of_their_own(axes: dict[str, int], layout: dict[s
 ONLY = LoRA(rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize("zero_stage", (0, 3))
+@pytest.mark.parametrize("zero_stage", (pytest.param(0, marks=pytest.mark.slow), 3))
 def test_the_base_has_no_gradient_moment_or_reduction(zero_stage: int) -> None:
     """As compiled: arguments and results are the bytes of the plan, and only A and B are reduced."""
     run = adapted(dict(data=4), lora=ONLY, zero_stage=zero_stage)

@@ -80,7 +80,9 @@ def test_resuming_is_the_unbroken_run(folder: Path) -> None:
 
 
 def test_another_base_is_refused_with_both_hashes(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"base with hash [0-9a-f]{64}, and adapter\.base=\S+ has hash [0-9a-f]{64}"):
+    with pytest.raises(
+        UserError, match=r"base with hash [0-9a-f]{64}, and adapter\.base=\S+ has hash [0-9a-f]{64}"
+    ):
         train_adapter(folder / "run", folder / "other")
 
 
