@@ -11,6 +11,7 @@ from jtrain.data.constructor.context_order import context_order
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.model.adapters.base_hash import hash_base, hex_of
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
@@ -57,13 +58,14 @@ def adapted(
     return Adapted(model, infos, laid_out, optimizer, mesh, batch)
 
 
-def trained(run: Adapted, num_steps: int) -> tuple[np.ndarray, Any, Any]:
-    """Loss of each step on one batch, and the parameters before and after."""
+def trained(run: Adapted, num_steps: int) -> tuple[np.ndarray, Any, Any, str]:
+    """Loss of each step on one batch, the parameters before and after, and the hash of the base before."""
     state = init_state(run.layout, run.optimizer, run.mesh, seed=0)
+    base_hash = hex_of(hash_base(tuple(p.info for p in run.layout.params), state.params))
     step = make_train_step(run.model, run.optimizer, run.layout, run.mesh)
     before, values = jax.device_get(state.params), []
     for _ in range(num_steps):
         state, metrics = step(state, run.batch)
         values.append(float(metrics["loss_nats"]))
     assert values[-1] < values[0] - 0.1, "the loss must move, or equality of two runs proves nothing"
-    return np.array(values), before, jax.device_get(state.params)
+    return np.array(values), before, jax.device_get(state.params), base_hash

@@ -28,7 +28,7 @@ MIXTURE: dict[str, Any] = SIZES | dict(moe=MoESpec(num_experts=4, top_k=2, d_ff=
 
 
 @functools.cache
-def one_device(mixture: bool = False) -> tuple[Any, Any, Any]:
+def one_device(mixture: bool = False) -> tuple[Any, Any, Any, str]:
     return trained(adapted({}, sizes=MIXTURE if mixture else SIZES), STEPS)
 
 
@@ -68,12 +68,12 @@ def plain_losses(run: Adapted, params: Any) -> list[float]:
 
 
 def test_it_trains_as_a_plain_loop_does() -> None:
-    losses, before, _ = one_device()
+    losses, before, *_ = one_device()
     np.testing.assert_allclose(losses, plain_losses(adapted({}), before), rtol=1e-6)
 
 
 def test_the_first_loss_is_that_of_the_base_and_the_base_stays_as_it_is() -> None:
-    losses, before, after = one_device()
+    losses, before, after, _ = one_device()
     run = adapted({})
     base = merge(run.infos, jax.tree.map(jnp.asarray, before), LORA.scale, lambda _: "float32")
     for info in run.infos:
@@ -111,9 +111,10 @@ LAYOUTS = [
 )
 def test_a_layout_is_not_a_model(axes: dict[str, int], layout: dict[str, Any]) -> None:
     """Losses and parameters of one device, with other documents in every row, and the base bit for bit."""
-    losses, before, after = trained(adapted(axes, **layout), STEPS)
-    want_losses, want_before, want_after = one_device()
+    losses, before, after, base_hash = trained(adapted(axes, **layout), STEPS)
+    want_losses, want_before, want_after, want_hash = one_device()
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    assert base_hash == want_hash
     for info in adapted({}).infos:
         np.testing.assert_array_equal(at_path(before, info.path), at_path(want_before, info.path))
         if info.frozen:
@@ -136,7 +137,7 @@ def test_experts_have_adapters_of_their_own(axes: dict[str, int], layout: dict[s
     shapes = {info.path: info.shape for info in run.infos if info.is_adapter}
     assert shapes["layers.mlp.gate_XDF_lora.A_XDR"] == (2, 4, 32, 4)
     assert shapes["layers.mlp.down_XFD_lora.B_XRD"] == (2, 4, 4, 32)
-    losses, _, _ = trained(adapted(axes, sizes=MIXTURE, **layout), STEPS)
+    losses, *_ = trained(adapted(axes, sizes=MIXTURE, **layout), STEPS)
     np.testing.assert_allclose(losses, one_device(mixture=True)[0], rtol=1e-5)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from jtrain.layout.dims import ParamInfo
@@ -29,7 +31,11 @@ def hash_base(infos: Sequence[ParamInfo], params: Params) -> UInt32[np.ndarray, 
     """
     frozen = tuple(info for info in infos if info.frozen)
     values = map_params(lambda _, value: value, frozen, params)
-    sums = map_params(lambda _, value: np.asarray(value).tolist(), frozen, _sums(frozen)(values))
+    # On several hosts every process reads the sums of all: they are replicated.
+    sharding = jax.tree.leaves(values)[0].sharding if frozen else None
+    replicated = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
+    sums = _sums(frozen, replicated)(values)
+    sums = map_params(lambda _, value: np.asarray(value).tolist(), frozen, sums)
     lines: list[str] = []
     map_params(
         lambda info, value, words: lines.append(
@@ -49,13 +55,13 @@ def hex_of(words: UInt32[np.ndarray, "8"]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _sums(infos: tuple[ParamInfo, ...]) -> "jax.stages.Wrapped":
+def _sums(infos: tuple[ParamInfo, ...], sharding: NamedSharding | None) -> "jax.stages.Wrapped":
     """The jitted sums of every parameter; one program, which takes each array once."""
 
     def sums(params: Params) -> Params:
         return map_params(_sums_of, infos, params)
 
-    return jax.jit(sums)
+    return jax.jit(sums, out_shardings=sharding)
 
 
 def _sums_of(info: ParamInfo, value: Array) -> UInt32[Array, "4"]:
