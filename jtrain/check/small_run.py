@@ -78,6 +78,8 @@ class SmallRuns:
             kernels=(),
             precision=_FLOAT32,
             model=self.model(vocab_size),
+            # An adapter's base has other sizes; steps with adapters have tests of their own.
+            adapter=None,
             # The formula of the updates; how their state is stored has tests of its own.
             optimizer=dataclasses.replace(
                 optimizer,

@@ -136,13 +136,20 @@ def restore(
     return state, read_data_state(folder, step)
 
 
-def restore_part(folder: Path, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
+def restore_part(
+    folder: Path,
+    step: int,
+    like: dict[str, Any],
+    *,
+    verify: bool = True,
+    order: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
     """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`."""
     path, manifest = open_step(folder, step, verify=verify)
     branches = tuple(f"{name}." for name in like)
     saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
-    _check_same(path, saved, like)
-    state, unread = _read(path, like, only_some=True)
+    _check_same(path, saved, like, order)
+    state, unread = _read(path, like, only_some=True, order=order)
     if unread:
         raise _damaged_error(folder, step, unread)
     return state

@@ -121,7 +121,7 @@ class Checkpoints(Saves):
         `restoring.restore`.
         """
         self.wait_for_save()
-        return restoring.restore_part(self.folder, step, like, verify=verify)
+        return restoring.restore_part(self.folder, step, like, verify=verify, order=self._order)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data state that was saved with `step`."""

@@ -19,6 +19,7 @@ from jtrain.optim.state import flatten_by_path
 from jtrain.step.guard import GuardState
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from jtrain.step.zero import param_tree
 
 GRADIENT = 1e-5
 """Largest difference that a layout may make to a gradient in float32, of the largest element of its array."""
@@ -65,7 +66,7 @@ class Trainer:
         self.layout = run_layout(run)
         # A smaller mesh takes the first of the emulated devices.
         self.mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
-        self.infos = run.model.param_infos()
+        self.infos = run.param_infos()
         self.optimizer = build(
             run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos)
         )
@@ -124,7 +125,8 @@ class Trainer:
                 state.guard.left_out.sharding,
             )
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
-        first = self._in_order(flatten_by_path(self.optimizer.params, drawn_state.params))
+        every_info = param_tree(self.layout, lambda p: p.info)
+        first = self._in_order(flatten_by_path(every_info, drawn_state.params))
         course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
             state_before = None
@@ -146,7 +148,7 @@ class Trainer:
                 course.moments = self._in_order(
                     {f"{name} {path}": leaf[name] for path, leaf in leaves.items() for name in leaf}
                 )
-        course.last = self._in_order(flatten_by_path(self.optimizer.params, jax.device_get(state.params)))
+        course.last = self._in_order(flatten_by_path(every_info, jax.device_get(state.params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
         # Histories have no identity layers that must be zero.
         course.scaling = self._in_order(

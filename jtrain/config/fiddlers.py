@@ -1,4 +1,4 @@
-"""Fiddlers for every config: `--with debug`, `small` and `profile`. A config file may define its own by these
+"""Fiddlers for every config: `--with debug`, `small`, `lora` and `profile`. A config file may define its own by these
 names.
 """
 
@@ -7,6 +7,7 @@ from typing import Any
 import fiddle as fdl
 
 from jtrain.config.run import Run
+from jtrain.model.adapters.lora import LoRA
 
 LARGE = 1024
 """Width from which on a model is one for accelerators, with files that not every machine has."""
@@ -79,6 +80,11 @@ def debug(run: fdl.Config[Run]) -> None:
 def _blocks(run: fdl.Config[Run]) -> list[Any]:
     """Configs of the blocks of a model that has a pattern, each once."""
     return [*run.model.first, *run.model.pattern]
+
+
+def lora(run: fdl.Config[Run]) -> None:
+    """Freezes the model and trains an adapter of low rank beside every matrix of its layers."""
+    run.adapter = fdl.Config(LoRA)
 
 
 def profile(run: fdl.Config[Run]) -> None:

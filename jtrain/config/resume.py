@@ -1,16 +1,14 @@
 """Runs in workdirs: which config fields may differ when one goes on, and the run behind a checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import fiddle as fdl
-import jax
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import tree
 from jtrain.config.run import Run, build_run
 from jtrain.errors import FileError, UserError, did_you_mean
-from jtrain.model.param import ParamInfo, Params, map_params
 from jtrain.runtime.secrets import redact_lines
 
 _ASKED = "# asked: "
@@ -34,6 +32,7 @@ which arrays its state has are not among them."""
 
 MAY_CHANGE_ON_RESUME = {
     "deterministic": "changes the order of sums, not what is summed",
+    "adapter.base": "the hash of the base is compared, wherever the base lies",
     "mesh.": "the layout does not change the losses",
     "layout.": "the layout does not change the losses",
     "pipeline.": "the layout does not change the losses",
@@ -106,23 +105,6 @@ def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Ru
     if step is None:
         raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
     return step, run_of_checkpoint(checkpoints.config_text(step))
-
-
-def read_params(
-    checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callable[[ParamInfo], str]
-) -> Params:
-    """Reads the parameters of a checkpoint onto one device, in the dtypes of `dtype_of`.
-
-    Raises:
-      CheckpointError: the checkpoint is damaged.
-    """
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    # One device: who reads a checkpoint for its weights has no mesh.
-    like = map_params(
-        lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding),
-        run.model.param_infos(),
-    )
-    return checkpoints.restore_part(step, {"params": like})["params"]
 
 
 def differences(saved_text: str, current_text: str) -> list[str]:

@@ -15,10 +15,12 @@ from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
 from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.adapters.lora import LoRA
 from jtrain.model.block import check_blocks
 from jtrain.model.embedding import check_embedding_norm
 from jtrain.model.layer_scan import check_scanned
@@ -91,6 +93,7 @@ class Run:
     deterministic: `on` has XLA give every sum on GPUs one order, so that steps repeat bit for bit; `off` lets
       them add in any order; `auto` leaves XLA's default, or what XLA_FLAGS says.
     kernels: implementations of ops that replace the registry's choice: (("attention", "cudnn"),).
+    adapter: trains matrices of low rank beside those of `model`, which are frozen; None trains all of it.
     callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or
       `path/to/file.py:name`.
     """
@@ -104,6 +107,7 @@ class Run:
     precision: PrecisionSpec = dataclasses.field(default_factory=PrecisionSpec)
     kernels: Kernels = ()
     model: Transformer
+    adapter: LoRA | None = None
     optimizer: AdamW | Muon
     objective: ObjectiveSpec = dataclasses.field(default_factory=ObjectiveSpec)
     data: PackedText
@@ -126,6 +130,26 @@ class Run:
             raise UserError(f"seed={self.seed} must be in [0, 2**32).")
         if len(dict(self.kernels)) < len(self.kernels):
             raise UserError(f"kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter of the run, sorted by path: the model's, and those of its adapter.
+
+        Raises:
+          UserError: a target of the adapter matches nothing.
+        """
+        infos = self.model.param_infos()
+        return infos if self.adapter is None else self.adapter.infos(infos)
+
+    @property
+    def components_of_layout(self) -> dict[str, Any]:
+        """Arguments of `make_layout` that are not layouts themselves."""
+        return dict(
+            context_order=self.data.context_order,
+            precision=self.precision,
+            kernels=self.kernels,
+            pipeline=self.pipeline,
+            adapter_scale=None if self.adapter is None else self.adapter.scale,
+        )
 
 
 def build_run(config: fdl.Config[Run]) -> Run:
@@ -159,15 +183,7 @@ def run_layout(run: Run) -> Layout:
     Raises:
       UserError: as `make_layout`.
     """
-    return make_layout(
-        run.layout,
-        run.mesh,
-        run.model.param_infos(),
-        context_order=run.data.context_order,
-        precision=run.precision,
-        kernels=run.kernels,
-        pipeline=run.pipeline,
-    )
+    return make_layout(run.layout, run.mesh, run.param_infos(), **run.components_of_layout)
 
 
 def validate(run: Run) -> None:
@@ -198,7 +214,7 @@ def validate(run: Run) -> None:
     check_layout(run.optimizer, layout)
     # Built and thrown away: it checks its own fields.
     build_optimizer(
-        run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.model.param_infos())
+        run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.param_infos())
     )
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if layout.pipeline is not None:

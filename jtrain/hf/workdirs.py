@@ -17,8 +17,9 @@ from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.streamed import StreamedCheckpoint
 from jtrain.config import tree
 from jtrain.config.load import load_config
-from jtrain.config.resume import open_checkpoint, read_params
+from jtrain.config.resume import open_checkpoint
 from jtrain.config.run import Run, build_run, check_vocabulary
+from jtrain.config.trained_params import read_params
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
@@ -160,6 +161,11 @@ def import_directory(
     theirs, family = model_from_config(their_config), family_in(their_config)
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
+    if run.adapter is not None:
+        raise UserError(
+            f"--config={config} has adapter=LoRA(...), whose base is a workdir of its own. Import with the same config "
+            f"and `--set adapter=None`, and train with `--set adapter.base={workdir}`."
+        )
     if lines := model_differences(theirs, run.model):
         difference_lines = "".join(f"\n  {line}" for line in lines)
         raise UserError(

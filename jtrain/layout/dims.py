@@ -47,6 +47,10 @@ class Batch:
     weight_BL: Any = None
 
 
+ADAPTER = "_lora"
+"""End of the name below which a parameter tree holds the two matrices of an adapter, as `q_DNH_lora`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
     """Description of one parameter, independent of its layout.
@@ -57,6 +61,9 @@ class ParamInfo:
     (`MoESpec.bias_update_rate`), or a normal distribution with `mean` and standard deviation `std`, drawn
     from the seed and `path` alone. `top_k` is the number of experts that serve a token, in a stack of experts
     (leading `X`); it is 0 in other parameters.
+
+    `frozen` is True for what no step changes: it has no gradient and no optimizer state, and is kept in `dtype`;
+    None is `precision.param_dtype`.
 
     `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
     holds layer y. Random numbers depend on the logical layer.
@@ -70,6 +77,8 @@ class ParamInfo:
     top_k: int = 0
     mean: float = 0.0
     layer_order: tuple[int, ...] | None = None
+    frozen: bool = False
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), (self.path, self.dims, self.shape)
@@ -106,6 +115,19 @@ class ParamInfo:
         """
         per_channel = "W" in self.dims or self.mean != 0
         return self.init == "normal" and len(self.dims.removeprefix("Y")) > 1 and not per_channel
+
+    @property
+    def is_adapter(self) -> bool:
+        """True for the matrices of low rank beside another one."""
+        return self.path.rpartition(".")[0].endswith(ADAPTER)
+
+    @property
+    def num_inputs(self) -> int:
+        """Dimensions of one layer's matrix, behind those of experts, that x is contracted over: the first, if it is
+        the model's width D, a latent or a rank, else all but the last.
+        """
+        dims = self.dims.removeprefix("Y").removeprefix("X")
+        return 1 if dims[0] in "DQCR" else len(dims) - 1
 
     @property
     def is_experts(self) -> bool:

@@ -30,6 +30,8 @@ def _heads_by_layer(infos: tuple[ParamInfo, ...]) -> dict[str, tuple[int, int]]:
     """Query heads and key heads of each layer of attention, by its path; blocks may differ."""
     sizes: dict[str, dict[str, int]] = {}
     for info in infos:
+        if info.is_adapter:
+            continue  # split as the matrix beside it
         sizes.setdefault(info.path.rpartition(".")[0], {}).update(zip(info.dims, info.shape, strict=True))
     # Without K each head has keys of its own, as in latent attention. Norms of heads have no D.
     return {

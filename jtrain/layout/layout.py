@@ -25,6 +25,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec as P
 
 from jtrain.errors import UserError
+from jtrain.layout.conflicts import check_adapter, check_groups, check_stages
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
@@ -101,6 +102,10 @@ class ParamLayout:
             axes[self.zero_dim] = ZERO_AXES
         return P(*axes)
 
+    def dtype(self, precision: PrecisionSpec) -> str:
+        """Number format of the parameter between steps."""
+        return self.info.dtype or precision.param_dtype
+
     @functools.cached_property
     def param(self) -> P:
         """Partition of the parameter between steps."""
@@ -138,6 +143,7 @@ class Layout:
     kernels: implementations of ops that replace the registry's choice, from `Run.kernels`.
     pipeline: placement of the layers on stages; None with mesh.stage=1.
     pipeline_spec: settings of pipelines, kept where `pipeline` is None, so that `relaid` knows them.
+    adapter_scale: scale of the products of an adapter's matrices; None without one.
     """
 
     spec: LayoutSpec
@@ -149,6 +155,7 @@ class Layout:
     kernels: Kernels = ()
     pipeline: PipelineLayout | None = None
     pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
+    adapter_scale: float | None = None
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
         """Lays the same model out with other settings; raises UserError as `make_layout`."""
@@ -160,7 +167,13 @@ class Layout:
             precision=self.precision,
             kernels=self.kernels,
             pipeline=pipeline or self.pipeline_spec,
+            adapter_scale=self.adapter_scale,
         )
+
+    @functools.cached_property
+    def trained(self) -> tuple[ParamLayout, ...]:
+        """The parameters that steps change: they alone have gradients and optimizer state."""
+        return tuple(p for p in self.params if not p.info.frozen)
 
     @property
     def gathers_weights(self) -> bool:
@@ -224,6 +237,7 @@ def make_layout(
     precision: PrecisionSpec = PrecisionSpec(),  # noqa: B008, frozen
     kernels: Kernels = (),
     pipeline: PipelineSpec = PipelineSpec(),  # noqa: B008, frozen
+    adapter_scale: float | None = None,
 ) -> Layout:
     """Lays a model out: decides sharding and memory of every array.
 
@@ -234,7 +248,7 @@ def make_layout(
     """
     stage_layout = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if stage_layout is not None:
-        _check_stages(spec, stage_layout, precision)
+        check_stages(spec, stage_layout, precision)
         # From here on the stacks are in placed order, longer than the model where identity layers pad them.
         infos = tuple(info.placed(stage_layout.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
@@ -260,7 +274,9 @@ def make_layout(
             "overlap. Set mesh.tensor to 2 or more, or layout.tensor_overlap=False."
         )
     if spec.sequence_groups > 1:
-        _check_groups(spec, mesh, infos, precision)
+        check_groups(spec, mesh, infos, precision)
+    if adapter_scale is not None:
+        check_adapter(spec, precision, [info for info in infos if info.is_adapter], shared_by)
     layouts: list[ParamLayout] = []
     split_over = dict.fromkeys("DQC", mesh.zero_axes) | {
         "V": VOCABULARY_AXES if stage_layout else ("tensor",)
@@ -272,6 +288,8 @@ def make_layout(
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
+                if letter == "R" and info.is_adapter and info.shape[index] % mesh.zero_shards == 0:
+                    axis = "data"
                 if axis is None or (axis == "data" and spec.zero_stage == 0):  # stage 0 asks nothing of D
                     continue
                 if axis == "expert" and not info.is_experts:
@@ -279,7 +297,7 @@ def make_layout(
                 if dims[axis] is not None:
                     continue  # D and Q: the first is enough
                 # K was checked by `devices_per_key_head`, which allows fewer heads than devices.
-                if letter != "K":
+                if letter not in "KR":
                     shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
                 dims[axis] = index
         if devices_per_head > 1:
@@ -292,7 +310,9 @@ def make_layout(
         layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **placing))
     if shares["gradients"] > 0:
         layouts = _with_gradients_on_host(spec, mesh, layouts)
-    shared_fields: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
+    shared_fields: Any = dict(
+        context_order=context_order, precision=precision, kernels=kernels, adapter_scale=adapter_scale
+    )
     return Layout(spec, mesh, tuple(layouts), pipeline=stage_layout, pipeline_spec=pipeline, **shared_fields)
 
 
@@ -306,7 +326,7 @@ def _with_gradients_on_host(
 ) -> list[ParamLayout]:
     """Chooses the layers' gradients to keep in host memory, of those that need no sum at the step's end."""
     # Only gradients of stacked layers are summed layer by layer, and only those can stream.
-    layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
+    layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked and not p.info.frozen]
     # Final once a layer is summed: nothing is left to reduce at the end of the step.
     offloadable = [
         p
@@ -330,32 +350,6 @@ def _with_gradients_on_host(
     ]
 
 
-def _check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: PrecisionSpec) -> None:
-    """Refuses options that a pipelined step does not have."""
-    offload = spec.offload
-    if (dtype := precision.grad_accum_dtype) != "float32":
-        raise UserError(
-            f"precision.grad_accum_dtype={dtype} with mesh.stage={pipeline.stages}: stages sum gradients in "
-            "float32. Set precision.grad_accum_dtype=float32, or mesh.stage=1."
-        )
-    if offload.share("gradients") > 0:
-        raise UserError(
-            f"layout.offload.gradients={offload.gradients} with mesh.stage={pipeline.stages}: stages sum "
-            "gradients on the device. Set layout.offload.gradients=none, or mesh.stage=1."
-        )
-    if offload.share("activations") > 0:
-        raise UserError(
-            f"layout.offload.activations={offload.activations} with mesh.stage={pipeline.stages}: what the "
-            "layers of a stage keep does not stream through host memory. Set "
-            "layout.offload.activations=none, or mesh.stage=1."
-        )
-    if offload.share("params") > 0 and pipeline.spec.gather == "step":
-        raise UserError(
-            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would "
-            "be on the device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
-        )
-
-
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
     """Places the layers on stages; refuses a model without stacked layers."""
     # One length: all stacked parameters belong to the same layers.
@@ -368,22 +362,3 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
     # `layers.block_2.mlp.up_DF`: blocks of one repetition are numbered.
     blocks = {info.path.split(".")[1] for info in infos if info.path.startswith("layers.block_")}
     return place_layers(spec, stages=mesh.stage, num_layers=stacks.pop(), blocks=len(blocks) or None)
-
-
-def _check_groups(
-    spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
-) -> None:
-    """Refuses groups of sequences where there is nothing to overlap, or where sequences belong together."""
-    dtype = precision.matmul_dtype
-    for conflict, applies in (
-        (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),
-        ("layout.tensor_overlap=True: it overlaps the same collectives another way", spec.tensor_overlap),
-        (
-            f"precision.matmul_dtype={dtype}: 8-bit matmuls have one scale for all sequences",
-            dtype != "compute",
-        ),
-        ("model.moe: a router balances all sequences together", any(info.is_experts for info in infos)),
-    ):
-        if applies:
-            groups = f"layout.sequence_groups={spec.sequence_groups}"
-            raise UserError(f"{groups} with {conflict}. Set layout.sequence_groups=1, or change the other.")

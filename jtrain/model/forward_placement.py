@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from jtrain.model import ops
+from jtrain.model.adapters.adapted_kernel import join_adapters
 from jtrain.model.layer_scan import Layer
 from jtrain.model.sequence_groups import GROUP_ORDER
 
@@ -38,6 +39,7 @@ class Placement:
     offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
     lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that
       neither embedding nor unembedding is ever whole; None if `fetch` gathers them.
+    adapter_scale: scale of the products of low rank of an adapter; None without one.
     on_torus: True if the devices form a TPU torus. Layers then keep the residual stream contiguous by rows:
       XLA:TPU would give it the layout of `lookup`, whose narrow columns are its slowest dimension, and every
       layer would transpose it.
@@ -56,7 +58,12 @@ class Placement:
     lookup: Callable[[Array, Array], Array] | None = None
     expert: int = 1
     stage: int = 1
+    adapter_scale: float | None = None
     on_torus: bool = False
+
+    def weights_of_blocks(self, path: str, weights: Any) -> dict[str, Any]:
+        """Fetched weights of blocks, each target of an adapter together with its two matrices."""
+        return join_adapters(self.fetch(path, weights), self.adapter_scale)
 
     @property
     def vocabulary(self) -> dict[str, Any]:

@@ -52,11 +52,11 @@ class Detached:
     """Weight whose gradient has another shape or sharding than the weight itself.
 
     trained: the array that JAX differentiates; only its shape matters, its value is never read and XLA drops
-      it.
+      it. None for a frozen weight, which has no gradient.
     value: the array that the forward pass computes with.
     """
 
-    trained: Array
+    trained: Array | None
     value: Array
 
 
@@ -286,7 +286,10 @@ def _streaming_loop(
                 # Fetch before writing the same array: XLA does not know that the layers differ, and would
                 # copy all of it. The largest gradient is known halfway: fetches run in the first half, writes
                 # in the second.
-                largest = max(range(len(wrapped)), key=lambda i: trained_grad[i].size)
+                largest = max(
+                    (i for i, grad in enumerate(trained_grad) if grad is not None),
+                    key=lambda i: trained_grad[i].size,
+                )
                 ordered = streamed_sums, previous_sum, trained_grad[largest]
                 streamed_sums, previous_sum, trained_grad[largest] = jax.lax.optimization_barrier(ordered)
                 # Sums of the layer after this one; the first time those of this layer, unchanged.

@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from jtrain.model import ops
+from jtrain.model.adapters.adapted_kernel import AdaptedKernel
 from jtrain.model.expert_dispatch import (
     ExpertOrder,
     buffer_rows,
@@ -257,15 +258,21 @@ class ExpertWeight:
 
     value: the weights that products read.
     trained: the same weights in float32, which JAX differentiates; products do not read them, so XLA drops
-      them. None where there is one use, whose gradient is rounded once anyway.
+      them. None where there is one use, whose gradient is rounded once anyway, and where there is no gradient.
+
+    adapter: weights of the two products of low rank beside a frozen one, and their scale; None without.
     """
 
     value: Array
     trained: Array | None
+    adapter: "tuple[ExpertWeight, ExpertWeight, float] | None" = None
 
     @classmethod
-    def of(cls, kernel_XIO: Float[Array, "X _ _"], *, uses: int) -> "ExpertWeight":
+    def of(cls, kernel_XIO: Float[Array, "X _ _"] | AdaptedKernel, *, uses: int) -> "ExpertWeight":
         """Weights for `uses` products."""
+        if isinstance(kernel_XIO, AdaptedKernel):
+            down, up = cls.of(kernel_XIO.down, uses=uses), cls.of(kernel_XIO.up, uses=uses)
+            return cls(jax.lax.stop_gradient(kernel_XIO.base), None, (down, up, kernel_XIO.scale))
         if uses == 1:
             return cls(kernel_XIO, None)
         wide = jnp.promote_types(kernel_XIO.dtype, jnp.float32)
@@ -274,6 +281,10 @@ class ExpertWeight:
 
     def multiply(self, x_PI: Float[Array, "P _"], group_size_X: Array) -> Float[Array, "P _"]:
         """Multiplies the rows of each expert with its matrix."""
+        if self.adapter is not None:
+            down, up, scale = self.adapter
+            y_PO = ops.grouped_matmul(x_PI, self.value, group_size_X)
+            return y_PO + scale * up.multiply(down.multiply(x_PI, group_size_X), group_size_X)
         if self.trained is None:
             return ops.grouped_matmul(x_PI, self.value, group_size_X)
         return _multiply(x_PI, self.trained, self.value, group_size_X)

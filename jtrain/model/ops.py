@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import jax
 from jaxtyping import Array, Float
 
+from jtrain.model.adapters.adapted_kernel import AdaptedKernel
 from jtrain_kernels.attention.api import ATTENTION_BACKWARD, ATTENTION_FORWARD, UNMASKED, attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.delta_rule.api import delta_rule
@@ -87,13 +89,17 @@ __all__ = [
 ]
 
 
-type Kernel = Array | Fp8Kernel
+type Kernel = Array | Fp8Kernel | AdaptedKernel
 """A weight and the precision of its products: an array multiplies in the dtype of x, an `Fp8Kernel` in 8
-bits."""
+bits; an `AdaptedKernel` is the sum of two products."""
 
 
 def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
     """`x @ kernel` in the kernel's precision, over the last `num_in` dimensions of x."""
+    if isinstance(kernel, AdaptedKernel):
+        # x A first: its rows are short, and A B would be a second matrix of the base's size.
+        base = linear_in_dtype(x, jax.lax.stop_gradient(kernel.base), num_in)
+        return base + kernel.scale * linear_in_dtype(linear_in_dtype(x, kernel.down, num_in), kernel.up)
     if isinstance(kernel, Fp8Kernel):
         # The weight's type selects the precision, so layers have one call for both.
         return linear_fp8(x, kernel, num_in)
@@ -118,7 +124,7 @@ def all_gather_linear(
     in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
     # 8-bit kernels gather x after rounding it, half of the bytes, in an op of their own.
     if not in_8_bits:
-        arrays = (kernel for kernel in kernels if not isinstance(kernel, Fp8Kernel))
+        arrays = (kernel for kernel in kernels if isinstance(kernel, Array))
         return all_gather_matmul(x, *arrays, axis_name=axis_name, axis_size=axis_size)
     assert len(in_8_bits) == len(kernels)
     return all_gather_matmul_fp8(x, *in_8_bits, axis_name=axis_name, axis_size=axis_size)
@@ -130,4 +136,5 @@ def linear_reduce_scatter(
     """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions but the last."""
     if isinstance(kernel, Fp8Kernel):
         return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
+    assert isinstance(kernel, Array)
     return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

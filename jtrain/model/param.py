@@ -5,7 +5,9 @@ rule. The initial value depends only on the seed and the parameter's path, so it
 under every ZeRO stage, and for scanned and unscanned layers.
 """
 
+import functools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,6 +90,11 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
         infos.append(ParamInfo(".".join(map(str, path)), shape, *rules))
     # By path: the order in which modules are built must not order the state.
     return tuple(sorted(infos, key=lambda info: info.path))
+
+
+def at_path(tree: Mapping[str, Any], path: str) -> Any:
+    """The leaf of a parameter in a tree of all parameters, or of some."""
+    return functools.reduce(operator.getitem, path.split("."), tree)
 
 
 def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Mapping[str, Any]) -> Params:

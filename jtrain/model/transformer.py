@@ -275,7 +275,7 @@ class Transformer(nnx.Module):
 
         def run(carry: LayerCarry, weights: Params, shared: "SharedValues") -> LayerCarry:
             x_BLD, losses_so_far = carry
-            merged = nnx.merge(definition, placement.fetch(path, weights))
+            merged = nnx.merge(definition, placement.weights_of_blocks(path, weights))
             # See `Placement.on_torus`: without it every layer transposes the residual stream.
             x_BLD = row_major(x_BLD) if placement.on_torus else x_BLD
             for block in (merged,) if isinstance(merged, Block) else merged:

@@ -98,7 +98,7 @@ class Optimizer:
         if layout.pipeline is None:
             return self
         return dataclasses.replace(
-            self, params=nest(self.params, {p.info.path: p.info for p in layout.params})
+            self, params=nest(self.params, {p.info.path: p.info for p in layout.trained})
         )
 
     @property
@@ -318,7 +318,7 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
         mesh would cut int8 blocks.
     """
     spec.check_param_dtype(layout.precision.param_dtype)
-    for p in layout.params:
+    for p in layout.trained:
         precision = layout.precision
         if p.info.init == "load" and (precision.param_dtype, precision.grad_accum_dtype) != ("float32",) * 2:
             raise UserError(
@@ -342,7 +342,8 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
 
 
 def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer:
-    """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`.
+    """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`, of which
+    it leaves out the frozen ones.
 
     Raises:
       UserError: warm-up and decay together are longer than the run, or Muon cannot tell a matrix's inputs
@@ -359,11 +360,12 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
             f"to at least {warmup + decay}, or give them as fractions of the run: "
             "optimizer.warmup_steps=0.01."
         )
+    trained = select_params(params, lambda info: not info.frozen)
     # Refused here, before anything is compiled.
-    for info in jax.tree.leaves(params):
+    for info in jax.tree.leaves(trained):
         if uses_muon(spec, info):
             matrix_dims(info)
-    return Optimizer(spec, num_steps, warmup, params)
+    return Optimizer(spec, num_steps, warmup, trained)
 
 
 def _f32(x: Array) -> Array:

@@ -36,10 +36,9 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     Args:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
-    components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
     # The search lays the job out anew for every candidate, and chooses the microbatches itself.
     limits = dataclasses.replace(run.layout, microbatch_tokens=None)
-    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
+    plain = make_layout(LayoutSpec(), MeshSpec(), run.param_infos(), **run.components_of_layout)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
     return SearchTask(job, limits, **settings)
 
@@ -63,6 +62,4 @@ def compile_plan(run: Run, *, topology: str, devices: Sequence[jax.Device]) -> N
 
 def make_optimizer(run: Run) -> Optimizer:
     """The optimizer of a run, bound to its number of steps and its parameters."""
-    return build(
-        run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
-    )
+    return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.param_infos()))

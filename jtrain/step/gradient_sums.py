@@ -7,6 +7,7 @@ Gradients of embedding, unembedding and last norm are added at the end of a micr
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.layer_scan import Summed
-from jtrain.model.param import Params
+from jtrain.model.param import Params, at_path, map_params
 from jtrain.optim.rounding import Noise, to_bfloat16
 from jtrain.optim.state import flatten_by_path
 from jtrain.step.host_offload import SliceIndex, Slices, global_start, to_device, to_host
-from jtrain.step.zero import attach_values, param_tree
+from jtrain.step.zero import attach_values, param_tree, trained_tree
 
 
 def sums_gradients(layout: Layout) -> bool:
@@ -42,13 +44,13 @@ def zero_sums(layout: Layout, trained: Params) -> Params:
 
     def leaf(param_index: int, x: Array) -> Array:
         # The parameter's index as fill value: no two arrays of one shape are equal, so none share a buffer.
-        if layout.params[param_index].gradient_memory == "pinned_host":
+        if layout.trained[param_index].gradient_memory == "pinned_host":
             return to_host(jnp.full(x.shape, param_index, dtype))
         return jnp.zeros(x.shape, dtype)
 
-    param_indices = {p.info.path: param_index for param_index, p in enumerate(layout.params)}
+    param_indices = {p.info.path: param_index for param_index, p in enumerate(layout.trained)}
     with jax.named_scope("reduce_gradients"):
-        return jax.tree.map(leaf, param_tree(layout, lambda p: param_indices[p.info.path]), trained)
+        return jax.tree.map(leaf, trained_tree(layout, lambda p: param_indices[p.info.path]), trained)
 
 
 def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""] | None:
@@ -59,10 +61,10 @@ def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""]
     on_host = {p.info.path: p for p in layout.params if p.gradient_memory == "pinned_host"}
     if not on_host:
         return None
-    grad_by_path = flatten_by_path(param_tree(layout, lambda p: p.info), grads)
+    grad_by_path = flatten_by_path(trained_tree(layout, lambda p: p.info), grads)
     device_grads = {
         p.info.path: grad_by_path[p.info.path].astype(jnp.float32)
-        for p in layout.params
+        for p in layout.trained
         if p.info.path not in on_host and p.info.init != "load"
     }
 
@@ -122,15 +124,16 @@ class GradientSums:
     def weights(self, differentiated: Params, params: Params) -> Params:
         """Returns the weights that the forward pass reads; those of layers carry their sums."""
         weights = attach_values(self.layout, {**differentiated, "layers": self.trained["layers"]}, params)
-        add = param_tree(self.layout, self._add)["layers"]
-        # `Summed` carries the sum into the backward pass, which returns the new sum as its gradient.
-        layers = jax.tree.map(
-            lambda add, weight, total: Summed(weight, total, add),
-            add,
-            weights["layers"],
-            differentiated["layers"],
-        )
-        return {**weights, "layers": layers}
+        trained = {p.info.path for p in self.layout.trained}
+
+        def summed(info: ParamInfo, weight: Any, add: Any) -> Any:
+            if info.path not in trained:
+                return weight
+            # `Summed` carries the sum into the backward pass, which returns the new sum as its gradient.
+            return Summed(weight, at_path(differentiated, info.path), add)
+
+        infos = tuple(p.info for p in self.layout.params if p.info.path.startswith("layers."))
+        return {**weights, **map_params(summed, infos, weights, param_tree(self.layout, self._add))}
 
     def add_ends(self, sums: Params, grads: Params) -> Params:
         """Returns the new sums.
@@ -139,7 +142,7 @@ class GradientSums:
           grads: gradients of `trained_arrays`.
         """
         add = {
-            path: adders for path, adders in param_tree(self.layout, self._add).items() if path != "layers"
+            path: adders for path, adders in trained_tree(self.layout, self._add).items() if path != "layers"
         }
         ends = {
             path: jax.tree.map(lambda add, a, g: add(a, g, None), adders, sums[path], grads[path])

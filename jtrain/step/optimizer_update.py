@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
-from jtrain.optim.state import arrays, flatten_by_path, nest, uses_muon
+from jtrain.optim.state import arrays, flatten_by_path, uses_muon
 from jtrain.step.guard import not_finite, not_finite_on_cpu
 from jtrain.step.host_offload import (
     Arrays,
@@ -30,7 +30,7 @@ from jtrain.step.host_offload import (
     to_device,
     to_host,
 )
-from jtrain.step.zero import gather_updated, own_shard
+from jtrain.step.zero import gather_updated, own_shard, param_tree
 
 _COUNT = "not_finite"
 """Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
@@ -66,16 +66,17 @@ def make_update(
         p.info.path: frozenset(name for path, name in host_arrays if path == p.info.path)
         | ({"param"} if _streams(p, optimizer) else frozenset())
         | ({_GRAD} if p.gradient_memory == "pinned_host" else frozenset())
-        for p in layout.params
+        for p in layout.trained
     }
-    streaming = [p for p in layout.params if on_host[p.info.path]]
+    streaming = [p for p in layout.trained if on_host[p.info.path]]
 
     def update(
         scalars: Update, grads: Params, params: Params, opt_state: Moments
     ) -> tuple[Params, Moments, Float[Array, " devices"]]:
-        grad, param = (flatten_by_path(optimizer.params, tree) for tree in (grads, params))
+        grad = flatten_by_path(optimizer.params, grads)
+        param = flatten_by_path(param_tree(layout, lambda p: p.info), params)
         leaves = optimizer.leaves(opt_state)
-        for p in layout.params:
+        for p in layout.trained:
             path = p.info.path
             if not _streams(p, optimizer):
                 device_param = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
@@ -89,7 +90,7 @@ def make_update(
         # left.
         resident = {
             path: (param[path], {name: x for name, x in leaves[path].items() if x.shape != param[path].shape})
-            for path in (p.info.path for p in layout.params)
+            for path in (p.info.path for p in layout.trained)
             if not on_host[path]
         }
         if optimizer.spec.moment_dtype.startswith("bfloat16"):
@@ -107,12 +108,13 @@ def make_update(
             for path, new in streamed_states.items():
                 param[path] = new.pop("param")
                 leaves[path] = new
-        for p in layout.params:
+        for p in layout.trained:
             path = p.info.path
             if not _streams(p, optimizer):
                 device_param = gather_updated(layout, p, mesh, param[path])
                 param[path] = to_host(device_param) if p.param_memory == "pinned_host" else device_param
-        return nest(optimizer.params, param), optimizer.state(leaves), counts
+        new_params = param_tree(layout, lambda p: param[p.info.path])  # frozen ones as they were
+        return new_params, optimizer.state(leaves), counts
 
     return update
 
@@ -121,7 +123,7 @@ def _not_finite_by_device(
     layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
 ) -> Float[Array, " devices"]:
     """Counts the NaN and infinite elements of each device's shards of the optimizer's arrays."""
-    specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
+    specs = {p.info.path: p.optimizer for p in layout.trained if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
     def count_shards(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
@@ -157,7 +159,7 @@ def _streamed_update(
 
     Returns the new states, and how many elements of each device's shards are NaN or infinite.
     """
-    layouts = [p for p in layout.params if on_host[p.info.path]]
+    layouts = [p for p in layout.trained if on_host[p.info.path]]
 
     def streamed_param(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
         is_stacked = p.info.dims.startswith("Y")

@@ -296,8 +296,9 @@ def _parts(weights: dict[str, Any]) -> Gradients:
         return inner.trained if isinstance(inner, Detached) else inner
 
     probes = {path: leaf.seen_3 for path, leaf in weights.items() if isinstance(leaf, ops.Fp8Kernel)}
+    arrays = {path: trained(leaf) for path, leaf in weights.items()}
     return Gradients(
-        {path: trained(leaf) for path, leaf in weights.items()},
+        {path: array for path, array in arrays.items() if array is not None},
         {path: probe for path, probe in probes.items() if probe is not None},
     )
 

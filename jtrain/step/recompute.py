@@ -28,7 +28,7 @@ from jtrain.layout.mesh import AXES
 from jtrain.model import ops
 from jtrain.model.fp8_scaling import amax_probes, with_fp8
 from jtrain.model.layer_scan import scan_layers
-from jtrain.model.param import Params
+from jtrain.model.param import Params, map_params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.checksums import sum_of_bits
@@ -200,7 +200,14 @@ def _local_signature(
         return weight if inner is tree else dataclasses.replace(tree, value=weight)
 
     def objective(probes: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        weights = {**forward_weights, "layers": jax.tree.map(_Probed, probes, forward_weights["layers"])}
+        # Frozen weights have no gradient that could differ.
+        layers = map_params(
+            lambda info, weight, probe: weight if info.frozen else _Probed(probe, weight),
+            layer_infos,
+            forward_weights,
+            {"layers": probes},
+        )
+        weights = {**forward_weights, **layers}
         if layout.precision.matmul_dtype != "compute":
             weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
         probed = dataclasses.replace(placement, fetch=fetch)
@@ -220,7 +227,10 @@ def _local_signature(
         return total * unit, nats
 
     # Per layer, because a scan over layers gives each its own gradient: [Y, 2].
-    probes = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 2), jnp.float32), params["layers"])
+    layer_infos = tuple(info for info in infos if info.path.startswith("layers."))
+    probes = map_params(
+        lambda info, x: None if info.frozen else jnp.zeros((x.shape[0], 2), jnp.float32), layer_infos, params
+    )["layers"]
     (total, nats), probe_grads = jax.value_and_grad(objective, has_aux=True)(probes)
     gradient = jnp.uint32(0)
     for halves_Y2 in jax.tree.leaves(probe_grads):

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Layout
+from jtrain.model.adapters.base_hash import WORDS
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import Params, init_param, init_params, map_params
 from jtrain.optim import Moments, Optimizer, check_layout
@@ -19,7 +20,7 @@ from jtrain.optim.optimizer import check_offload
 from jtrain.step.guard import GuardState, first_guard
 from jtrain.step.host_offload import sharding, to_host
 from jtrain.step.optimizer_update import host_state
-from jtrain.step.zero import param_tree
+from jtrain.step.zero import param_tree, trained_values
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +34,8 @@ class TrainState:
     scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless
       precision.matmul_dtype=fp8_delayed.
     guard: history of losses and gradient norms (`jtrain.step.guard`), replicated.
+    base_hash: hash of the frozen parameters (`jtrain.model.adapters.base_hash`), uint32 [8], replicated; empty without
+      any.
     """
 
     step: Any
@@ -40,6 +43,7 @@ class TrainState:
     opt_state: Moments
     scaling: dict[str, Any] = dataclasses.field(default_factory=dict)
     guard: GuardState | dict[str, Any] = dataclasses.field(default_factory=dict)
+    base_hash: Any = dataclasses.field(default_factory=dict)
 
 
 def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
@@ -69,7 +73,8 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     )
     scaling = jax.tree.map(lambda _: NamedSharding(mesh, layout.per_layer), shapes.scaling)
     guard = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.guard)
-    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling, guard)
+    base_hash = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.base_hash)
+    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling, guard, base_hash)
     return jax.tree.map(
         lambda leaf, leaf_sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding),
         shapes,
@@ -77,25 +82,55 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     )
 
 
-def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
+def without_base(layout: Layout, state: TrainState) -> TrainState:
+    """The part of a state that a checkpoint holds: without frozen parameters, whose hash it keeps."""
+    if layout.adapter_scale is None:
+        return state
+    return dataclasses.replace(state, params=trained_values(layout, state.params))
+
+
+def with_base(layout: Layout, state: TrainState, base: Params) -> TrainState:
+    """The state with the frozen parameters of `base`, which may hold others as well."""
+    given, own = (_by_path(tree) for tree in (base, state.params))
+    params = param_tree(layout, lambda p: (given if p.info.frozen else own)[p.info.path])
+    return dataclasses.replace(state, params=params)
+
+
+def _by_path(tree: Params) -> dict[str, Any]:
+    """Arrays of nested dicts by their keys, joined by dots."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def init_state(
+    layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int, base: Params | None = None
+) -> TrainState:
     """Creates the state before the first step, sharded: no device ever holds more than its share.
 
     Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
+
+    Args:
+      base: parameters that are not drawn, as the state has them; master weights start from them as well.
     """
     abstract = abstract_state(layout, optimizer, mesh)
     optimizer = optimizer.placed(layout)
     # The same tree as `abstract`: a `ParamInfo` where values are drawn at random, None where they are zeros.
     drawn = TrainState(
         None,
-        optimizer.params,
+        param_tree(layout, lambda p: p.info),
         optimizer.state_map(lambda info, name: info if name == "master" else None),
         jax.tree.map(lambda _: None, abstract.scaling),
         jax.tree.map(lambda _: None, abstract.guard),
+        jax.tree.map(lambda _: None, abstract.base_hash),
     )
     leaves, structure = jax.tree.flatten(abstract)
     # None counts as a leaf here, or the lists would have different lengths.
     infos = jax.tree.leaves(drawn, is_leaf=lambda leaf: leaf is None)
-    is_on_device = [leaf.sharding.memory_kind != "pinned_host" for leaf in leaves]
+    given = _given_leaves(layout, optimizer, drawn, abstract, base or {})
+    is_on_device = [
+        leaf.sharding.memory_kind != "pinned_host" and value is None
+        for leaf, value in zip(leaves, given, strict=True)
+    ]
 
     def first_device_values() -> list[Array]:
         drawn = init_params(
@@ -110,10 +145,31 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
     # One program for all arrays on the device: a parameter and its master weights are drawn once.
     device_arrays = iter(jax.jit(first_device_values, out_shardings=device_shardings)())
     states = [
-        next(device_arrays) if on_device else _first_on_host(leaf, info, seed)
-        for leaf, info, on_device in zip(leaves, infos, is_on_device, strict=True)
+        value if value is not None else next(device_arrays) if on_device else _first_on_host(leaf, info, seed)
+        for leaf, info, on_device, value in zip(leaves, infos, is_on_device, given, strict=True)
     ]
     return jax.tree.unflatten(structure, states)
+
+
+def _given_leaves(
+    layout: Layout, optimizer: Optimizer, drawn: TrainState, abstract: TrainState, base: Params
+) -> list[Array | None]:
+    """The values of `base` at their places among the leaves of a state; None elsewhere."""
+    values = _by_path(base)
+    nothing = jax.tree.map(lambda _: None, drawn, is_leaf=lambda leaf: leaf is None)
+    masters = optimizer.state_map(lambda info, name: values.get(info.path) if name == "master" else None)
+    # A master weight is sharded as the optimizer's state, and never rounded.
+    masters = jax.tree.map(
+        lambda value, leaf: (
+            None if value is None else jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+        ),
+        masters,
+        abstract.opt_state,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    params = param_tree(layout, lambda p: values.get(p.info.path))
+    given = dataclasses.replace(nothing, params=params, opt_state=masters)
+    return jax.tree.leaves(given, is_leaf=lambda leaf: leaf is None)
 
 
 def _first_on_host(abstract: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
@@ -155,9 +211,12 @@ def _drawn_dtype(layout: Layout, optimizer: Optimizer) -> str:
 
 def _first_state(layout: Layout, optimizer: Optimizer, drawn: Params) -> TrainState:
     """Returns the state before the first step; `drawn` are all parameters in `_drawn_dtype`."""
-    opt_state = optimizer.init(drawn)
+    opt_state = optimizer.init(trained_values(layout, drawn))
     # `init` got the unrounded values: master weights start from them.
-    params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), drawn)
+    params = jax.tree.map(
+        lambda p, x: x.astype(p.dtype(layout.precision)), param_tree(layout, lambda p: p), drawn
+    )
     delayed = layout.precision.matmul_dtype == "fp8_delayed"
     scaling = first_scaling(tuple(p.info for p in layout.params)) if delayed else {}
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling, first_guard())
+    base_hash = {} if layout.adapter_scale is None else jnp.zeros(WORDS, jnp.uint32)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling, first_guard(), base_hash)

@@ -52,6 +52,7 @@ from jtrain.step.zero import (
     placement_of,
     psum_batch,
     trained_part,
+    trained_tree,
 )
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -106,7 +107,7 @@ def make_train_step(
         ),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC, P()),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
+        out_specs=(trained_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
 
@@ -114,7 +115,7 @@ def make_train_step(
     abstract = abstract_state(layout, optimizer, mesh)
     grad_specs = [
         None if p.gradient_memory == "pinned_host" else p.optimizer
-        for p in jax.tree.leaves(param_tree(layout, lambda p: p))
+        for p in jax.tree.leaves(trained_tree(layout, lambda p: p))
     ]
     state_sums = StateSums(abstract, mesh, grad_specs) if checksums else None
 
@@ -153,7 +154,7 @@ def make_train_step(
                     num_bad = num_bad + not_finite(scaling).astype(jnp.float32)
                     guard_metrics["by_device"] = gather_rows(mesh, jnp.stack([loss_share, num_bad], axis=1))
                 # Skipped updates count as steps: batch k belongs to step k, whatever the guard decides.
-                new = TrainState(state.step + 1, params, opt_state, scaling, guard)
+                new = TrainState(state.step + 1, params, opt_state, scaling, guard, state.base_hash)
                 checksum_metrics = state_sums.metric(sums_before, new) if state_sums else {}
                 return new, metrics | scalars.metrics | guard_metrics | checksum_metrics
 
@@ -331,7 +332,7 @@ def reduce_step(
     """
     axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     with jax.named_scope("reduce_gradients"):
-        layouts = param_tree(layout, lambda p: p)
+        layouts = trained_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         # Each stage has the scales of its own layers.
         amax_axes = tuple(axis for axis in axes if axis != "stage")

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
-from jtrain.model.param import Params, map_params
+from jtrain.model.param import Params, at_path, map_params
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.split_backward import SplitKernel
 from jtrain.step.torus_collectives import gather_shards, scatter_shards
@@ -30,6 +31,17 @@ def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
     """Applies `fn` to the layout of every parameter; returns a tree like the parameters."""
     layouts = {p.info.path: p for p in layout.params}
     return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
+
+
+def trained_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
+    """`param_tree` of the parameters that steps change."""
+    layouts = {p.info.path: p for p in layout.trained}
+    return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.trained))
+
+
+def trained_values(layout: Layout, params: Params) -> Params:
+    """The parameters that steps change, without the frozen ones."""
+    return map_params(lambda _, value: value, tuple(p.info for p in layout.trained), params)
 
 
 def placement_of(layout: Layout) -> Placement:
@@ -69,6 +81,7 @@ def placement_of(layout: Layout) -> Placement:
         streams=any(p.param_memory == "pinned_host" for p in layout.params),
         offload=offloaded_names(layout),
         lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
+        adapter_scale=layout.adapter_scale,
         on_torus=bool(layout.rings),
     )
 
@@ -126,8 +139,10 @@ def trained_part(layout: Layout, params: Params) -> Params:
     its gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as
     nothing reads its value.
     """
+    layouts = {p.info.path: p for p in layout.trained}
 
-    def leaf(p: ParamLayout, value: Array) -> Array:
+    def leaf(info: ParamInfo, value: Array) -> Array:
+        p = layouts[info.path]
         if not _is_detached(layout, p):
             return value
         shape = list(value.shape)
@@ -136,15 +151,22 @@ def trained_part(layout: Layout, params: Params) -> Params:
             shape[p.zero_dim] //= layout.mesh.zero_shards
         return jnp.zeros(shape, value.dtype)
 
-    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+    return map_params(leaf, tuple(p.info for p in layout.trained), params)
 
 
 def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
-    """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
-    layouts = param_tree(layout, lambda p: p)
-    return jax.tree.map(
-        lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params
-    )
+    """Pairs each array of `trained` with the one that the forward pass reads, where the two differ.
+
+    Frozen weights of layers are `Detached` from nothing, and other frozen ones stay as they are.
+    """
+
+    def leaf(p: ParamLayout, value: Array) -> Array | Detached:
+        if p.info.frozen:
+            return Detached(None, value) if p.info.is_stacked else value
+        array = at_path(trained, p.info.path)
+        return Detached(array, value) if _is_detached(layout, p) else array
+
+    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
 
 
 def gathers_once(layout: Layout) -> bool:
@@ -197,15 +219,16 @@ def scatter_once(layout: Layout, grads: Params) -> Params:
         return grad.astype(jnp.float32)
 
     with jax.named_scope("reduce_gradients"):
-        return jax.tree.map(leaf, param_tree(layout, lambda p: p), grads)
+        return jax.tree.map(leaf, trained_tree(layout, lambda p: p), grads)
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     """Returns one layer's weight for the forward pass: gathered, and matrices in the compute dtype."""
     spec = layout.spec
     if not p.info.is_matrix:
-        return leaf  # scales multiply in float32
-    if not _splits_data(layout, p) or spec.zero_stage < 2:
+        return _attach(leaf)  # scales multiply in float32
+    # A frozen weight has no gradient to scatter: under stage 2 it is whole, as under stage 1.
+    if not _splits_data(layout, p) or spec.zero_stage < 2 or (p.info.frozen and spec.zero_stage == 2):
         return _attach(leaf).astype(layout.precision.compute_dtype)
     assert p.zero_dim is not None
     dim = p.zero_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
@@ -218,6 +241,8 @@ def _attach(leaf: Array | Detached) -> Array:
     """Returns the value for the forward pass; its gradient goes to the array that JAX differentiates."""
     if not isinstance(leaf, Detached):
         return leaf
+    if leaf.trained is None:
+        return jax.lax.stop_gradient(leaf.value)
 
     @jax.custom_vjp
     def value_of(trained: Array, value: Array) -> Array:

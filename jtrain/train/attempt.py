@@ -30,7 +30,7 @@ from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
 from jtrain.runtime.workdir_lock import WorkdirLock, check_shared
-from jtrain.step.state import abstract_state
+from jtrain.step.state import abstract_state, without_base
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.train.bad_steps.bad_steps import BadSteps
@@ -265,7 +265,7 @@ def open_local_memory(
     return LocalMemory(
         home,
         setup.run.checkpoint.local_dir,
-        abstract_state(setup.job.layout, setup.optimizer, setup.mesh),
+        without_base(setup.job.layout, abstract_state(setup.job.layout, setup.optimizer, setup.mesh)),
         config_text,
         newest_checkpoint=lambda: max(checkpoints.steps(), default=0),
         say=print_line,

@@ -16,7 +16,9 @@ from jtrain.data import HeldOutSet
 from jtrain.data.held_out import Question
 from jtrain.data.tokenizer import Tokenizer
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Layout
+from jtrain.model.adapters.merge import merge
 from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
 from jtrain.model.param import Params, map_params
 from jtrain.telemetry.append_file import AppendFile, keep_lines
@@ -66,7 +68,7 @@ class Generations:
         mesh: Mesh,
         held_out: Mapping[str, HeldOutSet],
     ) -> None:
-        self._model, self._infos = run.model, run.model.param_infos()
+        self._model, self._infos = run.model, run.param_infos()
         self._layout, self._mesh = layout, mesh
         self._max_tokens, self._context = run.eval.answer_tokens, run.data.seq_len
         self._sets = held_out if run.eval.answers else {}
@@ -122,16 +124,23 @@ class Generations:
         return Generation(of, _spelled(tokenizer, ids), _spelled(tokenizer, answer), expected)
 
     def _in_compute_dtype(self, params: Params) -> Params:
-        """The weights as `jtrain generate` reads them: layers in their order, matrices in the compute dtype."""
+        """The weights as `jtrain generate` reads them: layers in their order, matrices in the compute dtype, an
+        adapter merged.
+        """
         pipeline, precision = self._layout.pipeline, self._layout.precision
         layers = range(self._model.num_layers)
         order = None if pipeline is None else jnp.asarray([pipeline.order.index(layer) for layer in layers])
 
-        def whole(info: Any, x: jax.Array) -> jax.Array:
-            x = x if order is None or not info.is_stacked else x[order]
-            return x.astype(precision.compute_dtype if info.is_matrix else precision.param_dtype)
+        def in_order(info: ParamInfo, x: jax.Array) -> jax.Array:
+            return x if order is None or not info.is_stacked else x[order]
 
-        return map_params(whole, self._infos, params)
+        def dtype_of(info: ParamInfo) -> str:
+            return precision.compute_dtype if info.is_matrix else precision.param_dtype
+
+        ordered = map_params(in_order, self._infos, params)
+        if self._layout.adapter_scale is not None:
+            return merge(self._infos, ordered, self._layout.adapter_scale, dtype_of)
+        return map_params(lambda info, x: x.astype(dtype_of(info)), self._infos, ordered)
 
 
 def write_generations(workdir: Path, step: int, generations: list[Generation]) -> dict[str, float]:

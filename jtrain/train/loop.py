@@ -321,6 +321,7 @@ class Loop:
         """
         attempt, data_state = self.attempt, _agreed_data_state(fed)
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            state = attempt.restart.saved_part(state)
             attempt.checkpoints.save(self.step, state, data_state, attempt.config_text, last=is_last)
 
     @_phase("checkpoint")
@@ -328,6 +329,7 @@ class Loop:
         """Copies the state to local memory; raises UserError as `_save` does."""
         assert self.attempt.local is not None
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            state = self.attempt.restart.saved_part(state)
             self.attempt.local.save(self.step, state, _agreed_data_state(fed))
 
     @_phase("checkpoint")

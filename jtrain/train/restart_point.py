@@ -12,9 +12,12 @@ import numpy as np
 from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.restoring import Restored
+from jtrain.config.trained_params import check_base, read_base
+from jtrain.model.adapters.base_hash import hash_base
+from jtrain.model.param import Params, map_params
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState
-from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.step.state import TrainState, abstract_state, init_state, with_base, without_base
 from jtrain.train.setup import Setup
 
 
@@ -45,15 +48,16 @@ class RestartPoint:
             saved_step = self.checkpoints.latest_step() or 0
             if (copy := local.start(checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
                 step, state, data_state = copy
+                state = self._complete(state)
                 line = f"the state of step {step} was in local memory"
                 return Restored(step, state, self._fit_data_state(data_state), (line,))
-        restored = self.checkpoints.start(self._abstract_state(), workdir=workdir, from_scratch=from_scratch)
+        restored = self.checkpoints.start(self.saved_shapes(), workdir=workdir, from_scratch=from_scratch)
         if restored.state is None:
             state, data_state = self.state_at(0)
         else:
             # A checkpoint always has a data state; only `--allow-change data` drops it.
             assert restored.data_state is not None
-            state, data_state = restored.state, self._fit_data_state(restored.data_state)
+            state, data_state = self._complete(restored.state), self._fit_data_state(restored.data_state)
         return dataclasses.replace(restored, state=state, data_state=data_state)
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
@@ -64,10 +68,51 @@ class RestartPoint:
         """
         # Process 0 decides: a process that does not see the checkpoint would draw its weights from the seed.
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
-            setup = self.setup
-            return init_state(setup.job.layout, setup.optimizer, setup.mesh, seed=setup.run.seed), None
-        state, data_state = self.checkpoints.restore(step, self._abstract_state())
-        return state, self._fit_data_state(data_state)
+            return self._first_state(), None
+        state, data_state = self.checkpoints.restore(step, self.saved_shapes())
+        return self._complete(state), self._fit_data_state(data_state)
+
+    def saved_shapes(self) -> TrainState:
+        """Shapes, dtypes and shardings of what a checkpoint holds of a state."""
+        return self.saved_part(self._abstract_state())
+
+    def saved_part(self, state: TrainState) -> TrainState:
+        """What a checkpoint holds of a state: all of it, but for the frozen base of an adapter."""
+        return without_base(self.setup.job.layout, state)
+
+    def _first_state(self) -> TrainState:
+        setup = self.setup
+        parts = setup.job.layout, setup.optimizer, setup.mesh
+        if setup.run.adapter is None:
+            return init_state(*parts, seed=setup.run.seed)
+        base = self._read_base()
+        state = init_state(*parts, seed=setup.run.seed, base=base)
+        return dataclasses.replace(state, base_hash=replicate(setup.mesh, self._hash(state.params)))
+
+    def _complete(self, state: TrainState) -> TrainState:
+        """A state that was read, with the base of its adapter.
+
+        Raises:
+          UserError: it is not the base with which the adapter was trained.
+        """
+        setup = self.setup
+        if setup.run.adapter is None:
+            return state
+        base = self._read_base()
+        if base is None:
+            base = self._first_state().params
+        state = with_base(setup.job.layout, state, base)
+        check_base(setup.run, state.base_hash, self._hash(state.params))
+        return state
+
+    def _read_base(self) -> Params | None:
+        layout = self.setup.job.layout
+        likes = self._abstract_state().params
+        infos = tuple(p.info for p in layout.params if not p.info.is_adapter)
+        return read_base(self.setup.run, map_params(lambda _, like: like, infos, likes), layout.layer_order)
+
+    def _hash(self, params: Params) -> np.ndarray:
+        return hash_base(tuple(p.info for p in self.setup.job.layout.params), params)
 
     def _abstract_state(self) -> TrainState:
         return abstract_state(self.setup.job.layout, self.setup.optimizer, self.setup.mesh)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
-from jtrain.config.resume import open_checkpoint, read_params
+from jtrain.config.resume import open_checkpoint
+from jtrain.config.trained_params import read_params
 from jtrain.data import PackedText, make_tokenizer
 from jtrain.data.chat.messages import ASSISTANT, ChatMessage
 from jtrain.data.tokenizer import Tokenizer

@@ -80,7 +80,7 @@ class StepLog(Callback):
         self._times = times
         self._sampler = sampler
         self._recompiles = recompiles
-        self._flops = flops_per_token(run.model, seq_len=run.data.seq_len)
+        self._flops = flops_per_token(run.model, seq_len=run.data.seq_len, infos=run.param_infos())
         self._dispatches = 0
         self._compiling = True
         self._outside_s = 0.0

@@ -149,7 +149,10 @@ class TraceWindows(Callback):
             "process": jax.process_index(),
             "num_processes": jax.process_count(),
             "tokens_per_step": tokens,
-            "step_flops": flops_per_token(run.model, seq_len=run.data.seq_len).total_flops * tokens,
+            "step_flops": flops_per_token(
+                run.model, seq_len=run.data.seq_len, infos=run.param_infos()
+            ).total_flops
+            * tokens,
             "module": MODULE,
             "settings": settings | {"precision.reduce_dtype": run.precision.reduce_dtype},
             "goodput": self._goodput.ledger.so_far(),

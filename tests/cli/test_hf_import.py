@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.cli.hf import main
-from jtrain.config.resume import open_checkpoint, read_params
+from jtrain.config.resume import open_checkpoint
+from jtrain.config.trained_params import read_params
 from jtrain.hf.mapping import to_hf
 from jtrain.hf.model_config import config_from_model
 from jtrain.model.param import map_params

@@ -157,6 +157,8 @@ def test_a_new_workdir_holds_no_run(tmp_path: Path) -> None:
 
 def test_what_may_change_names_real_paths() -> None:
     """A renamed field would silently become part of the run's identity."""
-    paths = [leaf.path for name in ("tiny", "mixture") for leaf in tree.leaves(load_config(name))]
+    paths = [
+        leaf.path for name in ("tiny", "mixture", "lora_llama8b") for leaf in tree.leaves(load_config(name))
+    ]
     for prefix in MAY_CHANGE_ON_RESUME:
         assert any(path.startswith(prefix) for path in paths), prefix

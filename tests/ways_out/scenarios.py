@@ -5,6 +5,7 @@ from tests.ways_out.follow import Words
 TEXT = ["--set", "data.path=corpus/*.txt"]
 LAUNCH = ["launch", "--config=tiny", "--with", "debug", *TEXT, "--dry-run"]
 MOE = ["launch", "--config=tiny_moe", "--with", "debug", *TEXT, "--dry-run"]
+LORA = ["launch", "--config=tiny", "--with", "debug", "--with", "lora", *TEXT, "--dry-run"]
 PLAN = ["plan", "--config=tiny", "--device", "h200"]
 PIPELINE = ["plan", "pipeline", "--stages", "4", "--microbatches", "8"]
 PLANNED = ["plan", "pipeline", "--config=tiny", "--device", "h200"]
@@ -51,6 +52,12 @@ _LAYOUTS: dict[str, Words] = {
         *("mesh.stage=2", "mesh.data=2", "mesh.tensor=2", "pipeline.schedule=zb-h1"),
         *("layout.sequence_groups=2", "layout.microbatches=2"),
     ),
+}
+
+_ADAPTERS: dict[str, Words] = {
+    "has no adapter beside it": sets("mesh.tensor=2", "layout.tensor_overlap=True", of=LORA),
+    "groups of sequences have no adapter": sets("mesh.tensor=2", "layout.sequence_groups=2", of=LORA),
+    "frozen weights and adapters multiply": sets("precision.matmul_dtype=fp8_delayed", of=LORA),
 }
 
 _MODELS: dict[str, Words] = {
@@ -209,4 +216,4 @@ _DATA: dict[str, Words] = {
     ],
 }
 
-SCENARIOS: dict[str, Words] = _LAYOUTS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
+SCENARIOS: dict[str, Words] = _LAYOUTS | _ADAPTERS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA

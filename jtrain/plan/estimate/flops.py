@@ -1,6 +1,6 @@
 """FLOPs per token and model FLOPs utilisation, by one definition for every config.
 
-A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), and 6 * Y * N * H * L for
+A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), 4 per frozen one, and 6 * Y * N * H * L for
 attention scores and their use: 12 without a causal mask, half of that with one. The unembedding counts, also
 a tied one. Not counted are the embedding lookup, norms and recomputation; nor is it considered that packed
 documents attend to fewer than L positions. This is PaLM's definition (arXiv:2204.02311, appendix B) with the
@@ -11,6 +11,7 @@ mixers count the steps of their states instead (`MixerSpec.mixing_flops`).
 import dataclasses
 import functools
 
+from jtrain.layout.dims import ParamInfo
 from jtrain.model.transformer import Transformer
 
 MFU_DEFINITION = (
@@ -40,15 +41,26 @@ class TokenFlops:
 
 
 @functools.lru_cache(maxsize=64)
-def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
-    """FLOPs that training on one token of a sequence of `seq_len` takes."""
-    matrices = {info.path: info.active_size for info in model.param_infos() if info.is_matrix}
+def flops_per_token(
+    model: Transformer, *, seq_len: int, infos: tuple[ParamInfo, ...] | None = None
+) -> TokenFlops:
+    """FLOPs that training on one token of a sequence of `seq_len` takes.
+
+    Args:
+      infos: parameters of the model with an adapter; None for those of the model alone, all of them trained.
+    """
     # The lookup is no matmul; a tied embedding comes back as the unembedding.
-    embedding = matrices.pop("embed_VD")
-    params = sum(matrices.values()) + (embedding if model.tie_embeddings else 0)
+    matrices = [
+        info
+        for info in infos or model.param_infos()
+        if info.is_matrix and (info.path != "embed_VD" or model.tie_embeddings)
+    ]
+    params = sum(info.active_size for info in matrices)
+    # A frozen matrix has no gradient: a third of a trained one's FLOPs.
+    frozen = sum(info.active_size for info in matrices if info.frozen)
     mixers = (block.mixer for block in model.blocks if block.mixer is not None)
     attention = sum(mixer.mixing_flops(model.sizes, seq_len=seq_len) for mixer in mixers)
-    return TokenFlops(params, 6 * params, attention)
+    return TokenFlops(params, 6 * params - 2 * frozen, attention)
 
 
 def mfu(

@@ -153,9 +153,9 @@ def _scaling(layout: Layout, platform: Platform) -> int:
 
 def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     """Bytes of one device's parameters: in its memory, and in host memory."""
-    size = itemsize(layout.precision.param_dtype)
     memory_bytes = collections.Counter[str]()
     for p in layout.params:
+        size = itemsize(p.dtype(layout.precision))
         memory_bytes[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
     # A Counter: 0 for a memory without parameters.
     return memory_bytes["device"], memory_bytes["pinned_host"]
@@ -163,7 +163,7 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
 
 def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int, int]:
     """Bytes of one device's optimizer state: in its memory, in host memory, and of copies in host memory."""
-    param_arrays = [(p, arrays(optimizer, p.info)) for p in layout.params]
+    param_arrays = [(p, arrays(optimizer, p.info)) for p in layout.trained]
     # The layout chooses whole arrays by their global sizes until the share of the state is reached.
     host_arrays = layout.host_state(
         {

@@ -45,10 +45,12 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     # The vocabulary is split over the stages of a pipeline too.
     tokens = job.rows() * layout.spec.microbatches * job.seq_len // mesh.context
     loss_bytes = tokens * model.vocab_size * LOGIT_BYTES / mesh.tensor / mesh.stage
-    if layout.precision.param_dtype != layout.precision.compute_dtype:
-        unstacked = (p for p in layout.params if not p.info.is_stacked)
-        elements = sum(layout.local_size(p.param, p.info.shape) for p in unstacked)
-        loss_bytes += elements * CAST_BYTES * layout.spec.microbatches
+    precision = layout.precision
+    unstacked = (
+        p for p in layout.params if not p.info.is_stacked and p.dtype(precision) != precision.compute_dtype
+    )
+    elements = sum(layout.local_size(p.param, p.info.shape) for p in unstacked)
+    loss_bytes += elements * CAST_BYTES * layout.spec.microbatches
     return MemoryPasses(
         forward_bytes / bytes_per_s,
         backward_bytes / bytes_per_s,

@@ -76,6 +76,8 @@ class _Step:
         self.gathers = layout.gathers_weights and not self.gathers_all
         self.sums = sums_gradients(layout)
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
+        # Frozen parameters have no gradient and are never written.
+        self.trained = layout.trained
         self.accumulators = self._sums_in("device")
 
     # Arrays of the step: gradients
@@ -83,7 +85,7 @@ class _Step:
 
     def _sums_in(self, memory: str) -> int:
         """Sums of gradients over microbatches in this memory; 0 if a step has one set of gradients."""
-        summed = [p for p in self.layout.params if p.gradient_memory == memory] if self.sums else []
+        summed = [p for p in self.trained if p.gradient_memory == memory] if self.sums else []
         return self.accumulated * sum(self._accumulated(p) for p in summed)
 
     def host_sums(self, layers: int) -> int:
@@ -97,8 +99,9 @@ class _Step:
         Sums get those of a layer before the next layer's are computed.
         """
         if self.ticks is not None:
-            return self.layer_elements() * self.compute if layers else 0
-        params = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
+            trained = [p for p in self.stacked if not p.info.frozen]
+            return self._elements(trained, _gathered) // self.layers * self.compute if layers else 0
+        params = [p for p in self.trained if p.info.dims.startswith("Y") == layers]
         gradient_bytes = self.param * sum(self._accumulated(p) for p in params)
         return gradient_bytes // self.layers if layers and self.sums else gradient_bytes
 
@@ -111,11 +114,18 @@ class _Step:
         shard.
         """
         kernel = self.model.d_model * self.model.vocab_size // self.shards
-        if self.ticks is not None:
-            return 0  # added to its sum at once
+        if self.ticks is not None or not self._trains_unembedding:
+            return 0  # added to its sum at once; a frozen one has none
         if self.gathers and num_parts(self.model.vocab_size, self.shards) > 1:
             return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
+
+    def _trains(self, path: str) -> bool:
+        return any(p.info.path == path for p in self.trained)
+
+    @property
+    def _trains_unembedding(self) -> bool:
+        return self._trains("embed_VD" if self.model.tie_embeddings else "unembed_DV")
 
     # Arrays of the step: weights
     # -----------------------------------------------------------------------------------------------------
@@ -236,11 +246,16 @@ class _Step:
         parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
-        loss = kernel * (self.compute + _F32) + 2 * self.x
+        gradient = self._trains_unembedding  # the kernel's, in float32
+        loss = kernel * (self.compute + gradient * _F32) + 2 * self.x
         if parts > 1:
             # Logits and their exponentials in float32, their gradient in the compute dtype.
             loss += chunk * columns * (2 * _F32 + self.compute)
-            loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+            loss += (
+                self.unembedding_gradient()
+                + gradient * kernel * self.reduce
+                + 2 * self.h * _F32 // self.compute
+            )
         else:
             loss += chunk * tensor * columns * (2 * _F32 + self.compute)
         if tensor > 1:
@@ -261,7 +276,8 @@ class _Step:
         if self.layout.spec.zero_stage >= 2 and self.layout.mesh.zero_shards > 1 and not self.gathers_all:
             # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
             # largest of them waiting.
-            sizes = [self._elements([p], _gathered) // self.layers for p in self.stacked]
+            trained = [p for p in self.stacked if not p.info.frozen]
+            sizes = [self._elements([p], _gathered) // self.layers for p in trained]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         in_attention = attention_workspace(self.job)
         return Temporaries(
@@ -284,7 +300,9 @@ class _Step:
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
-        if self.gathers:
+        if not self._trains("embed_VD"):
+            workspace = self.x
+        elif self.gathers:
             # The gradient of all devices' tokens, in this device's columns.
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Temporaries(
@@ -304,8 +322,8 @@ class _Step:
         gradients = self.accumulators or self.gradients(layers=True) + self.gradients(layers=False)
         weights = 0
         if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
-            shards = _F32 * self._elements(self.layout.params, lambda p: p.optimizer)
-            gathered_params = [p for p in self.layout.params if p.param != p.optimizer]
+            shards = _F32 * self._elements(self.trained, lambda p: p.optimizer)
+            gathered_params = [p for p in self.trained if p.param != p.optimizer]
             gathered = self.param * self._elements(gathered_params, lambda p: p.param)
             if spec.zero_stage == 1:
                 gradients += shards
@@ -318,7 +336,7 @@ class _Step:
         # A slice is of one layer.
         largest = max(
             self._elements([p], lambda p: p.optimizer) // (self.layers if p.info.is_stacked else 1)
-            for p in self.layout.params
+            for p in self.trained
         )
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
         return Temporaries("update", gradients=gradients, weights=weights, workspace=slices)

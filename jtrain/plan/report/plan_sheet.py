@@ -141,7 +141,9 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "tokens": timed.tokens,
             "tokens_per_s": timed.tokens_per_s,
             "mfu": timed.mfu,
-            "flops_per_token": flops_per_token(sheet.job.model, seq_len=sheet.job.seq_len).total_flops,
+            "flops_per_token": flops_per_token(
+                sheet.job.model, seq_len=sheet.job.seq_len, infos=sheet.job.layout.infos
+            ).total_flops,
             "largest_batch": _largest_batch(sheet),
             "collectives": [
                 dataclasses.asdict(c) | {"wire_bytes": c.wire_bytes} for c in collectives(sheet.job)
@@ -162,7 +164,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
 def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
     """Prints the sheet, after `notes`."""
     job, rows, batch = sheet.job, sheet.largest_rows, _largest_batch(sheet)
-    flops = flops_per_token(job.model, seq_len=job.seq_len).total_flops
+    flops = flops_per_token(job.model, seq_len=job.seq_len, infos=job.layout.infos).total_flops
     largest = (
         f"largest batch that fits: {rows} x {job.seq_len} tokens per device at a time, {batch:,} sequences a "
         "step"

@@ -85,7 +85,7 @@ def brief_lines(job: Job, *, available: int | None) -> list[str]:
 
 
 def _flops_line(job: Job) -> str:
-    flops = flops_per_token(job.model, seq_len=job.seq_len)
+    flops = flops_per_token(job.model, seq_len=job.seq_len, infos=job.layout.infos)
     return (
         f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} "
         f"attention), {flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens"
@@ -120,14 +120,19 @@ def _layout_table(job: Job) -> Table:
     table = Table(_title(job), columns)
     for p in layout.params:
         # By the optimizer's shard, which ZeRO may split further than the parameter.
-        moments = state_bytes(job.optimizer, p.info, layout.local_size(p.optimizer, p.info.shape))
+        elements = 0 if p.info.frozen else layout.local_size(p.optimizer, p.info.shape)
+        moments = state_bytes(job.optimizer, p.info, elements)
         # By the stored parameter's shard.
-        size = layout.local_size(p.param, p.info.shape) * itemsize(precision.param_dtype)
+        size = layout.local_size(p.param, p.info.shape) * itemsize(p.dtype(precision))
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
             # The three differ by ZeRO stage: parameter, gradient sum, optimizer state.
-            *(_split(layout, p.info.dims, partition) for partition in (p.param, p.accumulator, p.optimizer)),
+            _split(layout, p.info.dims, p.param),
+            *(
+                "frozen" if p.info.frozen else _split(layout, p.info.dims, partition)
+                for partition in (p.accumulator, p.optimizer)
+            ),
             _mib(size),
             _mib(moments),
         )
@@ -143,7 +148,9 @@ def _title(job: Job) -> str:
     layout = job.layout
     total = sum(p.info.size for p in layout.params)
     held = f"{layout_line(layout.spec)}, {layout.precision.param_dtype} on device"
-    return f"{total:,} parameters over {mesh_line(layout.mesh.shape)}, {held}"
+    trained = sum(p.info.size for p in layout.trained)
+    of_them = "" if trained == total else f", {trained:,} of them trained,"
+    return f"{total:,} parameters{of_them} over {mesh_line(layout.mesh.shape)}, {held}"
 
 
 def memory_table(

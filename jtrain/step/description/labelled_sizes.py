@@ -17,6 +17,7 @@ from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OffloadSpec
 from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.adapters.lora import Adaptation
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
@@ -57,6 +58,7 @@ class LayoutClass:
     few: True if a device has fewer experts than a token chooses.
     in_parts: True if the unembedding is gathered in parts.
     rings: number of torus dimensions of ZeRO's collectives.
+    adapter: what an adapter adds and freezes; None without one.
     """
 
     part: PartName
@@ -76,6 +78,7 @@ class LayoutClass:
     tied: bool
     in_parts: bool
     rings: int
+    adapter: Adaptation | None = None
 
     @property
     def labels_shared(self) -> bool:
@@ -137,6 +140,7 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         model.tie_embeddings,
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
         len(layout.rings),
+        Adaptation.of(layout.infos),
     )
     if layout_class.pieces == 1 and layout_class.shared > 1:
         # Sizes of a trace that tell shared heads apart are too many tokens for one piece.
@@ -209,6 +213,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         * max(1, layout_class.pieces)
     )
     fixed_factors *= max(1, layout_class.moe.shared_experts) if layout_class.moe else 1
+    fixed_factors *= layout_class.adapter.rank if layout_class.adapter else 1
     labels: dict[str, int] = {}
     if layout_class.moe:
         # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
@@ -295,7 +300,10 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     options: Any = dict(
         context_order=layout_class.order, precision=layout_class.precision, pipeline=layout_class.pipeline
     )
-    layout = make_layout(layout_class.spec, mesh, model.param_infos(), **options)
+    infos = model.param_infos()
+    if layout_class.adapter is not None:
+        infos, options["adapter_scale"] = layout_class.adapter.infos(infos), 1.0
+    layout = make_layout(layout_class.spec, mesh, infos, **options)
     if layout_class.rings:
         lengths = [labels[name] for name in rings]
         # The last ring of the torus includes `context`: ZeRO shards over both.

@@ -41,6 +41,7 @@ from jtrain.step.zero import (
     psum_batch,
     scatter_once,
     trained_part,
+    trained_tree,
 )
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
@@ -71,10 +72,13 @@ def _array(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
+def _block(layout: Layout, p: ParamLayout, spec: P) -> jax.ShapeDtypeStruct:
+    return _array(local_shape(spec, p.info.shape, layout.mesh.shape), p.dtype(layout.precision))
+
+
 def _blocks(layout: Layout, spec: Callable[[ParamLayout], P] = lambda p: p.param) -> Params:
     """One device's block of every parameter."""
-    dtype = layout.precision.param_dtype
-    return param_tree(layout, lambda p: _array(local_shape(spec(p), p.info.shape, layout.mesh.shape), dtype))
+    return param_tree(layout, lambda p: _block(layout, p, spec(p)))
 
 
 def _scaling(layout: Layout) -> dict[str, Any]:
@@ -216,15 +220,18 @@ def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
         with jax.named_scope(UPDATE):
             # Outside of `local`, as in the step: the update is of whole arrays.
             updated_params = jax.tree.map(
-                lambda p, x: gather_updated(layout, p, mesh, x), param_tree(layout, lambda p: p), params
+                lambda p, x: gather_updated(layout, p, mesh, x), trained_tree(layout, lambda p: p), params
             )
         with jax.named_scope(METRICS):
             return updated_params, gather_rows(mesh, rows)
 
     is_gathered_once = gathers_once(layout)
-    summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if is_gathered_once else p.accumulator)
+    summed = trained_tree(
+        layout,
+        lambda p: _block(layout, p, p.spec(zero_sharded=False) if is_gathered_once else p.accumulator),
+    )
     probes = jax.eval_shape(amax_probes, _scaling(layout))
-    params = param_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
+    params = trained_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
     gradients = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
     def both(blocks: Params, grads: Params, probes: Any, batch: Batch, params: Params, rows: Any) -> Any:

@@ -320,7 +320,7 @@ class StepDescription:
 def _sums_of_squares(layout: Layout) -> list[StepCollective]:
     """Terms of the gradient norm: the partitioner sums one dimension of a parameter after the other."""
     collectives: list[StepCollective] = []
-    for p in layout.params:
+    for p in layout.trained:
         # A dimension may be split over several axes, which one all-reduce sums together.
         for split in p.optimizer:
             axes = tuple(axis for axis in axis_names(split) if layout.mesh.shape[axis] > 1)

@@ -1,0 +1,82 @@
+"""Options of a layout that exclude each other, and options that a model does not have."""
+
+from jtrain.errors import UserError
+from jtrain.layout.dims import ADAPTER, ParamInfo
+from jtrain.layout.layout_spec import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.pipeline.pipeline_layout import PipelineLayout
+
+
+def check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: PrecisionSpec) -> None:
+    """Refuses options that a pipelined step does not have."""
+    offload = spec.offload
+    if (dtype := precision.grad_accum_dtype) != "float32":
+        raise UserError(
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={pipeline.stages}: stages sum gradients in "
+            "float32. Set precision.grad_accum_dtype=float32, or mesh.stage=1."
+        )
+    if offload.share("gradients") > 0:
+        raise UserError(
+            f"layout.offload.gradients={offload.gradients} with mesh.stage={pipeline.stages}: stages sum "
+            "gradients on the device. Set layout.offload.gradients=none, or mesh.stage=1."
+        )
+    if offload.share("activations") > 0:
+        raise UserError(
+            f"layout.offload.activations={offload.activations} with mesh.stage={pipeline.stages}: what the "
+            "layers of a stage keep does not stream through host memory. Set "
+            "layout.offload.activations=none, or mesh.stage=1."
+        )
+    if offload.share("params") > 0 and pipeline.spec.gather == "step":
+        raise UserError(
+            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would "
+            "be on the device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
+        )
+
+
+def check_adapter(
+    spec: LayoutSpec, precision: PrecisionSpec, infos: list[ParamInfo], shared_by: dict[str, int]
+) -> None:
+    """Refuses layouts whose matmuls have no second, narrow one beside them."""
+    if spec.tensor_overlap:
+        raise UserError(
+            "layout.tensor_overlap=True with adapter: a matmul that overlaps with its collective has no adapter "
+            "beside it. Set layout.tensor_overlap=False."
+        )
+    if spec.sequence_groups > 1:
+        raise UserError(
+            f"layout.sequence_groups={spec.sequence_groups} with adapter: groups of sequences have no adapter. "
+            "Set layout.sequence_groups=1."
+        )
+    if precision.matmul_dtype != "compute":
+        raise UserError(
+            f"precision.matmul_dtype={precision.matmul_dtype} with adapter: frozen weights and adapters multiply in "
+            "precision.compute_dtype. Set precision.matmul_dtype=compute."
+        )
+    for info in infos:
+        mixer = info.path.rpartition(".")[0].rpartition(".")[0]
+        if "K" in info.dims and shared_by.get(mixer, 1) > 1:
+            raise UserError(
+                f"adapter.targets names {info.path.rpartition(ADAPTER)[0]}, and mesh.tensor has "
+                f"{shared_by[mixer]} devices for each key head: an adapter is not split inside of a head. Set "
+                "mesh.tensor to model.num_kv_heads or less, or leave keys and values out of adapter.targets."
+            )
+
+
+def check_groups(
+    spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
+) -> None:
+    """Refuses groups of sequences where there is nothing to overlap, or where sequences belong together."""
+    dtype = precision.matmul_dtype
+    for conflict, applies in (
+        (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),
+        ("layout.tensor_overlap=True: it overlaps the same collectives another way", spec.tensor_overlap),
+        (
+            f"precision.matmul_dtype={dtype}: 8-bit matmuls have one scale for all sequences",
+            dtype != "compute",
+        ),
+        ("model.moe: a router balances all sequences together", any(info.is_experts for info in infos)),
+    ):
+        if applies:
+            groups = f"layout.sequence_groups={spec.sequence_groups}"
+            raise UserError(f"{groups} with {conflict}. Set layout.sequence_groups=1, or change the other.")

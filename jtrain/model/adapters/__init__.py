@@ -1,0 +1,1 @@
+"""Adapters of low rank: trained matrices beside those of a frozen model."""
