@@ -27,6 +27,7 @@ from jtrain.model.split_backward import multiply
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.pipeline.spec import PipelineSpec
+from jtrain.step.objective import LossScale
 from jtrain.step.pipelined import pipelined_gradients
 from jtrain.step.state import abstract_state
 from jtrain.step.zero import param_tree
@@ -111,7 +112,12 @@ def make_step(rests: Rests, stages: int, pipeline: PipelineSpec) -> tuple[Layout
 
     def local(params: Params, ids: Array) -> Float[Array, ""]:
         grads, _, nats = pipelined_gradients(
-            model, layout, params, {}, Batch(ids, ids, ids, ids), jnp.float32(1.0)
+            model,
+            layout,
+            params,
+            {},
+            Batch(ids, ids, ids, ids),
+            LossScale(jnp.int32(1), jnp.float32(1.0), None),
         )
         total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(grads))  # or XLA would drop the gradients
         return jax.lax.psum(nats + total, "stage")

@@ -95,7 +95,8 @@ def first_step(
     moments: Any = map_params(
         lambda info, x: np.asarray(x)[order] if info.is_stacked else np.asarray(x), infos, state.opt_state.mu
     )
-    return float(metrics["loss_nats"]), int(metrics["tokens"]), flatten_dict(moments, sep=".")
+    gradient: Any = flatten_dict(moments, sep=".")
+    return float(metrics["loss_nats"]), int(metrics["tokens"]), gradient
 
 
 def assert_same_step(layout: str, mean: str, *, experts: bool = False) -> None:
@@ -151,7 +152,8 @@ def test_router_losses_do_not_depend_on_packing_or_layout(layout: str) -> None:
 
 def test_router_losses_are_means_over_all_tokens_that_are_read() -> None:
     """Masked prompts or not, the router's part of the objective is the same; padding has no part in it."""
-    model = Transformer(**EXPERTS | dict(z_loss=0.0))
+    sizes: Any = EXPERTS | dict(z_loss=0.0)
+    model = Transformer(**sizes)
     infos = model.param_infos()
     lay, mesh = layout_from({}, MeshSpec(), infos), make_mesh(MeshSpec(), jax.devices()[:1])
     optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, infos))

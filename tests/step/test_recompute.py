@@ -41,11 +41,16 @@ class Faulty(Transformer):
     """The real model, on one device of which one sum of the forward pass is off by its last bits."""
 
     def cross_entropy(
-        self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
+        self,
+        params: Params,
+        x_BLD: Float[Array, "B _ D"],
+        target_BL: Int[Array, "B L"],
+        placement: Placement,
+        weight_BL: Float[Array, "B L"] | None = None,
     ) -> Any:
         here = jax.lax.axis_index(("replica", "data", "context", "tensor")) == 2
         x_BLD = jnp.where(here, x_BLD.at[0, 3, 5].multiply(1 + 2**-7), x_BLD)
-        return super().cross_entropy(params, x_BLD, target_BL, placement)
+        return super().cross_entropy(params, x_BLD, target_BL, placement, weight_BL)
 
 
 def signatures(

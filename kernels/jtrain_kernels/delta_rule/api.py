@@ -72,10 +72,10 @@ def delta_rule(
     arrays = dict(q_BLKH=q_BLKH, k_BLKH=k_BLKH, v_BLNP=v_BLNP, **gates)
     statics = dict(scale=H**-0.5 if scale is None else scale, chunk=chunk)
 
-    def run(arrays: parts.Arrays, document_BL: Array, state_BNHP: Array) -> tuple[Array, Array]:
+    def run(arrays: parts.StateArrays, document_BL: Array, state_BNHP: Array) -> tuple[Array, Array]:
         return registry.call(DELTA_RULE, **arrays, document_BL=document_BL, state_BNHP=state_BNHP, **statics)
 
-    def transition(arrays: parts.Arrays, document_BL: Array) -> tuple[Array, Array]:
+    def transition(arrays: parts.StateArrays, document_BL: Array) -> tuple[Array, Array]:
         # The state is linear in the one before: with the identity beside zeros, and no values for it, it
         # becomes the transition beside the tokens' own sum.
         v_BLNP = jnp.pad(arrays["v_BLNP"], ((0, 0), (0, 0), (0, 0), (0, H)))

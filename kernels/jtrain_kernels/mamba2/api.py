@@ -60,11 +60,11 @@ def mamba2(
     check_chunk("mamba2", chunk)
     arrays = dict(x_BLNP=x_BLNP, dt_BLN=mask_padding(dt_BLN, segment_BL), b_BLKS=b_BLKS, c_BLKS=c_BLKS)
 
-    def run(arrays: parts.Arrays, document_BL: Array, state_BNSP: Array) -> tuple[Array, Array]:
+    def run(arrays: parts.StateArrays, document_BL: Array, state_BNSP: Array) -> tuple[Array, Array]:
         state = dict(document_BL=document_BL, state_BNSP=state_BNSP)
         return registry.call(MAMBA2, **arrays, a_N=a_N, d_N=d_N, **state, chunk=chunk)
 
-    def transition(arrays: parts.Arrays, document_BL: Array) -> tuple[Array, Array]:
+    def transition(arrays: parts.StateArrays, document_BL: Array) -> tuple[Array, Array]:
         dt_BLN = arrays["dt_BLN"]
         # From a state of zeros: what the part itself adds.
         _, own_sum = run(arrays, document_BL, jnp.zeros((len(dt_BLN), N, S, P), jnp.float32))

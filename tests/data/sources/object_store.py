@@ -16,8 +16,8 @@ from etils.epath import backend
 from jtrain.bench.fault_trials.stores.google_storage import (
     BUCKET,
     Reply,
-    Request,
     Store,
+    StoreRequest,
     answer_google,
     as_json,
     missing,
@@ -106,7 +106,7 @@ def hf_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     import huggingface_hub
     from huggingface_hub import constants
 
-    def answer(store: Store, request: Request) -> Reply:
+    def answer(store: Store, request: StoreRequest) -> Reply:
         api, tree = f"/api/datasets/{REPOSITORY}", f"/api/datasets/{REPOSITORY}/tree/main"
         resolve = f"/datasets/{REPOSITORY}/resolve/main/"
         if request.path in (api, f"{api}/revision/main"):
