@@ -70,7 +70,11 @@ class Trainer:
             run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos)
         )
         self.model = run.model
-        self.step = make_train_step(self.model, self.optimizer, self.layout, self.mesh, checksums=checksums)
+        self.step = make_train_step(
+            *(self.model, self.optimizer, self.layout, self.mesh),
+            checksums=checksums,
+            objective=run.objective,
+        )
         # Columns in the order in which the context axis has them.
         self.columns = context_order(run.data.seq_len, run.mesh.context, self.layout.context_order)
 
