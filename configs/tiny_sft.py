@@ -2,7 +2,7 @@
 
     jtrain launch --config=tiny_sft
     jtrain data inspect --config=tiny_sft --tokens
-    jtrain launch --config=tiny_sft --with own_chats --set data.sources.chats.path='/my/chats/*.jsonl'
+    jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
 Measured: TODO
 """
@@ -49,7 +49,12 @@ def tiny_sft() -> fdl.Config[Run]:
         ),
         checkpoint=fdl.Config(CheckpointSpec, every_steps=100, keep_last=2),
         eval=fdl.Config(
-            EvalSpec, every_steps=100, first=True, answers=100, prompts=("How is `MyName` written?",)
+            EvalSpec,
+            every_steps=100,
+            first=True,  # what the weights answer before
+            answers=100,
+            answer_tokens=32,
+            prompts=("How is `MyName` written?",),
         ),
         metrics=fdl.Config(MetricsSpec, log_every_steps=20),
     )

@@ -53,8 +53,8 @@ BUGS = {
     ),
     "a schedule that stops: the step is not restored": PlantedBug(
         "jtrain/train/restart_point.py",
-        "state, data_state = restored.state, self._fit_data_state(restored.data_state)",
-        "state = dataclasses.replace(restored.state, step=restored.state.step * 0)\n            "
+        "state, data_state = self._complete(restored.state), self._fit_data_state(restored.data_state)",
+        "state = self._complete(dataclasses.replace(restored.state, step=restored.state.step * 0))\n            "
         "data_state = self._fit_data_state(restored.data_state)",
         words_of("text"),
         "resume = unbroken",
