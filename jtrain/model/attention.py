@@ -28,6 +28,7 @@ class AttentionSpec(MixerSpec):
     qk_norm: norm of queries and keys: `head` over each head (Qwen3), `all` over all heads together (OLMo 2),
       `unscaled` over each head without a learned scale.
     norm_after_rope: True normalises after the rotation.
+    value_norm: True normalises each head of the values, without a learned scale (Gemma 4).
     window: keys that a query sees, its own the last; None sees its whole document.
     scale: multiplies the scores; None is 1 / sqrt(H).
     soft_cap: bounds scores to +- this, by tanh (Gemma 2); None for no bound.
@@ -40,6 +41,7 @@ class AttentionSpec(MixerSpec):
     gate: True multiplies the output of each head by the sigmoid of a projection of its own (Qwen3-Next).
     gate_activation: of the gate; `softplus` for Laguna.
     gate_per_head: True has one number for each head instead of H.
+    gate_bias: True adds a learned number per head to the gate (Beam).
     output_norm: True normalises what the heads attended to, all heads together, before the output (BitNet).
     """
 
@@ -51,6 +53,7 @@ class AttentionSpec(MixerSpec):
     bias: Literal["none", "qkv", "all"] = "none"
     qk_norm: Literal["none", "head", "all", "unscaled"] = "none"
     norm_after_rope: bool = False
+    value_norm: bool = False
     window: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
@@ -62,6 +65,7 @@ class AttentionSpec(MixerSpec):
     gate: bool = False
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     gate_per_head: bool = False
+    gate_bias: bool = False
     output_norm: bool = False
 
     def head_sizes(self, sizes: ModelSizes) -> tuple[int, int, int]:
@@ -135,6 +139,8 @@ class Attention(Mixer):
             self.gate_DN = weight("DN", (d_model, num_heads), std=std, layers=layers)
         elif spec.gate:
             self.gate_DNH = weight("DNH", (d_model, num_heads, value_dim), std=std, layers=layers)
+        if spec.gate and spec.gate_bias:
+            self.gate_bias_N = vector("N", (num_heads,), ones=False, layers=layers)
         if spec.bias != "none":
             self.q_bias_NH = vector("NH", (num_heads, head_dim), ones=False, layers=layers)
             self.k_bias_KH = vector("KH", (num_kv_heads, head_dim), ones=False, layers=layers)
@@ -158,6 +164,8 @@ class Attention(Mixer):
                 self.q_norm = self.k_norm = unscaled_norm("H", head_dim, eps=sizes.norm_eps)
             case "none":
                 pass
+        if spec.value_norm:
+            self.v_norm = unscaled_norm(p, value_dim, eps=sizes.norm_eps)
         if spec.output_norm:
             self.output_norm = Norm("NH", (num_heads, value_dim), **norm_options)
         self.spec, self.eps, self.chunk = spec, sizes.norm_eps, sizes.attention_chunk
@@ -180,6 +188,8 @@ class Attention(Mixer):
                     (q_BLNH, k_BLKH, v_BLKH), (self.q_bias_NH, self.k_bias_KH, self.v_bias_KH), strict=True
                 )
             )
+        if self.spec.value_norm:
+            v_BLKH = self.v_norm(v_BLKH)
         if self.spec.value_scale != 1:
             v_BLKH *= self.spec.value_scale
         # Before the rotation: a norm over H commutes with it only without its scale.
@@ -262,6 +272,9 @@ class Attention(Mixer):
     ) -> Float[Array, "B _ D"]:
         """Output from what the heads attended to, and the gate that `project` returned."""
         if gate_BLNH is not None:
+            if self.spec.gate_bias:
+                bias_N = local_part(self.gate_bias_N[...], gate_BLNH.shape[2]).astype(gate_BLNH.dtype)
+                gate_BLNH += bias_N.reshape(1, 1, -1, *[1] * (gate_BLNH.ndim - 3))
             activation = jax.nn.sigmoid if self.spec.gate_activation == "sigmoid" else jax.nn.softplus
             gate = activation(gate_BLNH.astype(jnp.float32)).astype(y_BLNH.dtype)
             y_BLNH *= gate[..., None] if self.spec.gate_per_head else gate

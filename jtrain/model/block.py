@@ -16,6 +16,7 @@ from jtrain.model.mixer import Mixer, MixerSpec, Rotation
 from jtrain.model.mlp import MLP, MLPSpec
 from jtrain.model.moe import MoE
 from jtrain.model.norm import Norm, NormSpec
+from jtrain.model.param import scalar
 from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import check_groups
 from jtrain.model.sizes import ModelSizes
@@ -33,14 +34,22 @@ class BlockSpec:
       branches from the same residual stream, each with a norm of its own (GPT-NeoX), `parallel_shared` with
       one norm for both (Cohere).
     residual_scale: multiplies what each branch adds (Granite).
+    stream_scale: True multiplies the residual stream after the layer by a number that is read with the weights and
+      not trained (Gemma 4).
     """
 
     mixer: MixerSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
     feed_forward: MLPSpec | MoESpec | None = MLPSpec()  # noqa: RUF009 - frozen
     norms: Literal["before", "after", "sandwich", "sandwich_mlp", "parallel", "parallel_shared"] = "before"
     residual_scale: float = 1.0
+    stream_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.stream_scale and self.feed_forward is None:
+            raise UserError(
+                "stream_scale=True in model.pattern with feed_forward=None: the stream is multiplied after a "
+                "feed-forward layer. Set stream_scale=False."
+            )
         if self.in_parallel and (self.mixer is None or self.feed_forward is None):
             missing = "mixer" if self.mixer is None else "feed_forward"
             raise UserError(
@@ -79,6 +88,8 @@ class Block(nnx.Module):
                 self.mlp = MoE(spec.feed_forward, sizes, layers=layers)
             else:
                 self.mlp = spec.feed_forward.module(sizes, layers=layers)
+        if spec.stream_scale:
+            self.stream_scale = scalar(1.0, layers=layers)
         self.spec = spec
 
     def __call__(
@@ -152,7 +163,10 @@ class Block(nnx.Module):
         """The residual stream with the feed-forward layer's output."""
         if self.spec.norms in _AFTER_MLP:
             h_BLD = self.mlp_post_norm(h_BLD)
-        return x_BLD + self._scaled(h_BLD)
+        y_BLD = x_BLD + self._scaled(h_BLD)
+        if not self.spec.stream_scale:
+            return y_BLD
+        return y_BLD * jax.lax.stop_gradient(self.stream_scale[...]).astype(y_BLD.dtype)
 
     def _scaled(self, h_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         return h_BLD if self.spec.residual_scale == 1 else h_BLD * self.spec.residual_scale

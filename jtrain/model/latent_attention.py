@@ -20,7 +20,7 @@ from jtrain.model.forward_placement import LATENT
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import aligned, vector, weight
-from jtrain.model.rope import RopeSpec, YarnScaling, yarn_mscale
+from jtrain.model.rope import Positions, PositionTables, QueryTemperature, RopeSpec, YarnScaling, yarn_mscale
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence
 
@@ -42,6 +42,8 @@ class LatentAttentionSpec(MixerSpec):
     rope: rotary positions; None leaves the U dims as they are (Kimi Linear).
     mscale: coefficient by which YaRN sharpens scores for its longer context; 0 for not at all.
     bias: True adds a learned vector to the latents and to the output.
+    temperature: factor of queries by their position; None for none (Mistral 4).
+    gate: True multiplies the output of each head by the sigmoid of a number of its own (Ling 3).
     latent_eps: added to the mean square in the norms of the latents.
     """
 
@@ -55,6 +57,8 @@ class LatentAttentionSpec(MixerSpec):
     rope: RopeSpec | None = RopeSpec()  # noqa: RUF009 - frozen
     mscale: float = 0.0
     bias: bool = False
+    temperature: QueryTemperature | None = None
+    gate: bool = False
     latent_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -87,9 +91,11 @@ class LatentAttentionSpec(MixerSpec):
         """This mixer with its number of heads."""
         return dataclasses.replace(self, num_heads=self.num_heads or sizes.num_heads)
 
-    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec, int] | None:
-        """Rotary positions, and the dims that they rotate; None without."""
+    def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
+        """What it reads of positions, and the dims that they rotate; None for nothing."""
         del sizes
+        if self.temperature is not None:
+            return Positions(self.rope, self.temperature, None), self.rope_head_dim
         return None if self.rope is None else (self.rope, self.rope_head_dim)
 
     def mixing_flops(self, sizes: ModelSizes, *, seq_len: int) -> int:
@@ -134,6 +140,8 @@ class LatentAttention(Mixer):
             self.kv_bias_C = vector("C", (spec.kv_rank,), ones=False, layers=layers)
             self.k_bias_U = vector("U", (spec.rope_head_dim,), ones=False, layers=layers)
             self.o_bias_D = vector("D", (d_model,), ones=False, layers=layers)
+        if spec.gate:
+            self.gate_DN = weight("DN", (d_model, num_heads), std=std, layers=layers)
         self.spec, self.chunk = spec, sizes.attention_chunk
 
     def __call__(
@@ -165,7 +173,7 @@ class LatentAttention(Mixer):
         if (factor := self.spec.scale * self.spec.head_dim**0.5) != 1:
             q_BLNH *= factor
         y_BLNP = ops.context_attention(q_BLNH, k_BLNH, v_BLNP, segment_BL, split=context, chunk=self.chunk)
-        return self.project_out(y_BLNP, tensor)
+        return self.project_out(y_BLNP, x_BLD, tensor)
 
     def latents(self, x_BLD: Float[Array, "B L D"]) -> Latents:
         """Latents at the positions of x, and the key that is not yet rotated."""
@@ -192,14 +200,22 @@ class LatentAttention(Mixer):
         kernel = self.q_DNH if self.spec.q_rank is None else self.q_QNH
         (q_BLNH,) = tensor.project_in(q_latent_BLQ, kernel[...])
         nope = self.spec.nope_head_dim
-        return jnp.concatenate([q_BLNH[..., :nope], _rotated(q_BLNH[..., nope:], rotation)], axis=-1)
+        q_BLNH = jnp.concatenate([q_BLNH[..., :nope], _rotated(q_BLNH[..., nope:], rotation)], axis=-1)
+        if isinstance(rotation, PositionTables) and rotation.query_factor_BL is not None:
+            q_BLNH *= rotation.query_factor_BL[..., None, None].astype(q_BLNH.dtype)
+        return q_BLNH
 
     def project_out(
         self,
         y_BLNP: Float[Array, "B L N P"],
+        x_BLD: Float[Array, "B _ D"],
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
     ) -> Float[Array, "B _ D"]:
-        """Output from what the heads attended to."""
+        """Output from what the heads attended to; a gate reads the layer's input."""
+        if self.spec.gate:
+            (gate_BLN,) = tensor.project_in(x_BLD, self.gate_DN[...])
+            gate_BLN = jax.nn.sigmoid(gate_BLN.astype(jnp.float32)).astype(y_BLNP.dtype)
+            y_BLNP *= gate_BLN[..., None]
         y_BLD = tensor.project_out(y_BLNP, self.o_NPD[...])
         # Once, at the positions that this device keeps of the sum.
         return y_BLD + aligned(self.o_bias_D[...], y_BLD) if self.spec.bias else y_BLD
@@ -234,8 +250,9 @@ class LatentAttention(Mixer):
         s_BNLM = jnp.where(visible_BLM[:, None], s_BNLM * self.spec.scale, -jnp.inf)
         p_BNLM = jax.nn.softmax(s_BNLM, axis=-1).astype(latent_BMC.dtype)
         y_BLNC = jnp.einsum("bnlm,bmc->blnc", p_BNLM, latent_BMC)
-        return self.project_out(jnp.einsum("blnc,cnp->blnp", y_BLNC, v_CNP)), (latent_BMC, k_BMU)
+        y_BLNP = jnp.einsum("blnc,cnp->blnp", y_BLNC, v_CNP)
+        return self.project_out(y_BLNP, x_BLD), (latent_BMC, k_BMU)
 
 
 def _rotated(x_BLNU: Float[Array, "B L N U"], rotation: Rotation) -> Float[Array, "B L N U"]:
-    return x_BLNU if rotation is None else ops.rope(x_BLNU, *rotation[:2])
+    return x_BLNU if rotation is None or rotation[0] is None else ops.rope(x_BLNU, *rotation[:2])

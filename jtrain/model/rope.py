@@ -50,6 +50,18 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotates the fastest pairs of a head alone, `share` of them, at the frequencies of the whole head (Gemma 4)."""
+
+    share: float
+
+    def scale(self, freq: np.ndarray, theta: float) -> np.ndarray:
+        """Scaled frequencies, float64: 0 for pairs that stay as they are."""
+        del theta
+        return np.where(np.arange(len(freq)) < int(self.share * len(freq)), freq, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3): divides low frequencies by `factor`, blended over a ramp of dims.
 
@@ -98,7 +110,7 @@ class RopeSpec:
     """
 
     theta: float = 10_000.0
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | ProportionalScaling | YarnScaling | None = None
     rotated_share: float = 1.0
     backwards: bool = False
 
@@ -140,16 +152,21 @@ class RopeSpec:
 class QueryTemperature:
     """Factor of queries that grows with their position (arXiv:2501.19399).
 
-    It is 1 + beta * log(1 + floor((position + offset) / scale)).
+    It is 1 + beta * log(1 + floor((position + offset) / scale)), or where it `is_power`
+    (1 + (position + offset) / scale) ** beta (Beam).
     """
 
     beta: float
     scale: int
     offset: int = 0
+    is_power: bool = False
 
     def factor(self, position_BL: Int[Array, "B L"]) -> Float[Array, "B L"]:
         """The factor at every position, float32."""
-        steps_BL = jnp.floor((position_BL + self.offset).astype(jnp.float32) / self.scale)
+        steps_BL = (position_BL + self.offset).astype(jnp.float32) / self.scale
+        if self.is_power:
+            return jnp.exp(self.beta * jnp.log1p(steps_BL))
+        steps_BL = jnp.floor(steps_BL)
         return 1.0 + self.beta * jnp.log1p(steps_BL)
 
 
@@ -176,7 +193,7 @@ class Positions:
     chunk_size: int | None
 
     @property
-    def scaling(self) -> Llama3Scaling | LinearScaling | YarnScaling | None:
+    def scaling(self) -> Llama3Scaling | LinearScaling | ProportionalScaling | YarnScaling | None:
         """Scaling of the rotation."""
         return None if self.rope is None else self.rope.scaling
 

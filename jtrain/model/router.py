@@ -197,8 +197,10 @@ def route(
     """
     softmax = spec.score == "softmax"
     score_BLX = jax.nn.softmax(logits_BLX, axis=-1) if softmax else jax.nn.sigmoid(logits_BLX)
-    # The k largest logits, not probabilities: distinct logits may round to equal probabilities.
-    by_logits = spec.chosen_by == "logits" or (softmax and bias_X is None)
+    # The k largest logits, not probabilities: distinct logits may round to equal probabilities. Sums of two best
+    # have another order.
+    sums = spec.top_groups < spec.num_groups and spec.group_score == "best_two"
+    by_logits = spec.chosen_by == "logits" or (softmax and bias_X is None and not sums)
     choice_BLX = jax.lax.stop_gradient(logits_BLX if by_logits else score_BLX)
     if bias_X is not None:
         choice_BLX += jax.lax.stop_gradient(bias_X.astype(jnp.float32))[None, None]

@@ -41,7 +41,8 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
             width = data * context * (tensor if tensor > model.num_kv_heads else 1)
             if model.d_model % width or batch_shards % (data * expert):
                 continue
-            if expert == 1 or (stage == 1 and model.moe is not None and model.moe.num_experts % expert == 0):
+            moe = model.router
+            if expert == 1 or (stage == 1 and moe is not None and moe.num_experts % expert == 0):
                 yield MeshSpec(batch_shards // data // expert, stage, data, expert, context, tensor)
 
 

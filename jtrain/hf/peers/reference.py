@@ -27,7 +27,7 @@ import transformers
 from draw import IGNORED, batches, draw
 from safetensors.numpy import load_file, save_file
 from shrink import VOCABULARY, shrink
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
 
 
 def main() -> int:
@@ -105,12 +105,13 @@ def build_config(config: dict) -> transformers.PretrainedConfig:
 
 def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel]:
     """The causal language model of a config."""
-    try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise Refused(
-            f"transformers has no causal language model of model_type={config.model_type!r}."
-        ) from None
+    if (kind := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is not None:
+        return kind
+    # Mistral 4 is only on the list of models that are pretrained.
+    kind = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
+    if kind is not None and kind.__name__.endswith("ForCausalLM"):
+        return kind
+    raise Refused(f"transformers has no causal language model of model_type={config.model_type!r}.")
 
 
 def center_and_scale(name: str, initial: np.ndarray, tied: bool) -> tuple[float, float]:

@@ -21,8 +21,8 @@ from jtrain.model.families.decoder import (
     moe_of,
     rope_fields,
 )
-from jtrain.model.families.deepseek_experts import names_of_experts
 from jtrain.model.families.family import Family
+from jtrain.model.families.mixtures.deepseek_experts import names_of_experts
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import NormSpec
 from jtrain.model.rope import RopeSpec

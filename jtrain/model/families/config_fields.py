@@ -6,7 +6,14 @@ from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.model.families.missing_fields import MISSING
-from jtrain.model.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_mscale
+from jtrain.model.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+    yarn_mscale,
+)
 
 # fmt: off
 NEUTRAL = frozenset({
@@ -208,6 +215,8 @@ class Fields:
         rope_type = values.pop("rope_type", None) or values.pop("type", "default")
         values.pop("type", None)
         original = values.pop("original_max_position_embeddings", None) or self.get("max_position_embeddings")
+        if rope_type == "proportional" and not unscaled:
+            return RopeSpec(base, ProportionalScaling(rotated_share))
         scaling = None if unscaled else self._scaling(source, rope_type, values, original)
         return RopeSpec(base, scaling, rotated_share)
 

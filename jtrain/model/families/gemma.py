@@ -117,11 +117,12 @@ def _write_gemma3(model: Transformer) -> dict[str, Any]:
     )
 
 
-_SANDWICH = {
+SANDWICH = {
     "attention_post_norm.scale_D": Tensor("model.layers.{y}.post_attention_layernorm.weight", "D"),
     "mlp_norm.scale_D": Tensor("model.layers.{y}.pre_feedforward_layernorm.weight", "D"),
     "mlp_post_norm.scale_D": Tensor("model.layers.{y}.post_feedforward_layernorm.weight", "D"),
 }
+"""Names of norms around both branches."""
 
 GEMMA = Family(
     "gemma",
@@ -130,12 +131,12 @@ GEMMA = Family(
     lambda m: decoder_fields(m) | {"hidden_act": "gelu_pytorch_tanh"},
     NAMES,
 )
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _capped("sandwich"), _write_capped, NAMES | _SANDWICH)
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _capped("sandwich"), _write_capped, NAMES | SANDWICH)
 VAULTGEMMA = Family(
     "vaultgemma",
     "VaultGemmaForCausalLM",
     _capped("before"),
     _write_capped,
-    NAMES | {"mlp_norm.scale_D": _SANDWICH["mlp_norm.scale_D"]},
+    NAMES | {"mlp_norm.scale_D": SANDWICH["mlp_norm.scale_D"]},
 )
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, NAMES | _SANDWICH)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, NAMES | SANDWICH)

@@ -6,8 +6,13 @@ from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import INTERLEAVED, NAMES, attention_of, decoder, decoder_fields
-from jtrain.model.families.deepseek_experts import experts_in, experts_written, first_dense, names_of_experts
 from jtrain.model.families.family import Family, Tensor
+from jtrain.model.families.mixtures.deepseek_experts import (
+    experts_in,
+    experts_written,
+    first_dense,
+    names_of_experts,
+)
 from jtrain.model.transformer import Transformer
 
 

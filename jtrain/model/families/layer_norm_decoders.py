@@ -1,5 +1,5 @@
 """Families with layer norms: GPT-NeoX and Pythia (arXiv:2204.06745, 2304.01373), StarCoder2 (arXiv:2402.19173),
-Nemotron-4 (arXiv:2402.16819) and StableLM 2 (arXiv:2402.17834).
+Nemotron-4 (arXiv:2402.16819), StableLM 2 (arXiv:2402.17834) and Falcon (arXiv:2311.16867).
 """
 
 from typing import Any
@@ -168,6 +168,56 @@ def _write_persimmon(model: Transformer) -> dict[str, Any]:
     }
 
 
+def _read_falcon(fields: Fields) -> Transformer:
+    # The other forms of its fused projection have another order of heads.
+    fields.only(alibi=False, new_decoder_architecture=False, multi_query=True, parallel_attn=True)
+    fields.only(hidden_dropout=0, quantization_config=None)
+    fields.ignore("num_kv_heads", "num_ln_in_parallel_attn")
+    bias, width = fields.flag("bias"), fields.whole("ffn_hidden_size", 4 * fields.whole("hidden_size"))
+    mlp = MLPSpec(activation=ACTIVATIONS[fields.get("activation", "gelu")], gated=False, bias=bias)
+    attention = AttentionSpec(rope=fields.rope(), bias="all" if bias else "none")
+    return decoder(
+        fields,
+        lambda _: BlockSpec(attention, mlp, norms="parallel_shared"),
+        eps="layer_norm_epsilon",
+        norm=_LAYER_NORM,
+        tied=True,
+        width=width,
+        num_kv_heads=1,
+    )
+
+
+def _write_falcon(model: Transformer) -> dict[str, Any]:
+    fields = decoder_fields(model, eps="layer_norm_epsilon", d_ff="ffn_hidden_size")
+    for field in ("hidden_act", "num_key_value_heads", "head_dim"):
+        del fields[field]
+    return fields | {"activation": _activation(model), "bias": attention_of(model).bias == "all"}
+
+
+_FALCON = "transformer.h.{y}"
+_FALCON_QKV = f"{_FALCON}.self_attention.query_key_value"
+_FALCON_NAMES = {
+    "embed_VD": Tensor("transformer.word_embeddings.weight", "V D"),
+    "attention_norm.scale_D": Tensor(f"{_FALCON}.input_layernorm.weight", "D"),
+    "attention_norm.bias_D": Tensor(f"{_FALCON}.input_layernorm.bias", "D"),
+    "attention.q_DNH": Tensor(f"{_FALCON_QKV}.weight", "NH+KH+KH D", 0),
+    "attention.k_DKH": Tensor(f"{_FALCON_QKV}.weight", "NH+KH+KH D", 1),
+    "attention.v_DKH": Tensor(f"{_FALCON_QKV}.weight", "NH+KH+KH D", 2),
+    "attention.q_bias_NH": Tensor(f"{_FALCON_QKV}.bias", "NH+KH+KH", 0),
+    "attention.k_bias_KH": Tensor(f"{_FALCON_QKV}.bias", "NH+KH+KH", 1),
+    "attention.v_bias_KH": Tensor(f"{_FALCON_QKV}.bias", "NH+KH+KH", 2),
+    "attention.o_NHD": Tensor(f"{_FALCON}.self_attention.dense.weight", "D NH"),
+    "attention.o_bias_D": Tensor(f"{_FALCON}.self_attention.dense.bias", "D"),
+    "mlp.up_DF": Tensor(f"{_FALCON}.mlp.dense_h_to_4h.weight", "F D"),
+    "mlp.up_bias_F": Tensor(f"{_FALCON}.mlp.dense_h_to_4h.bias", "F"),
+    "mlp.down_FD": Tensor(f"{_FALCON}.mlp.dense_4h_to_h.weight", "D F"),
+    "mlp.down_bias_D": Tensor(f"{_FALCON}.mlp.dense_4h_to_h.bias", "D"),
+    "final_norm.scale_D": Tensor("transformer.ln_f.weight", "D"),
+    "final_norm.bias_D": Tensor("transformer.ln_f.bias", "D"),
+    "unembed_DV": NAMES["unembed_DV"],
+}
+
+
 def _like_neox(name: str) -> str:
     name = name.replace("gpt_neox.layers", "model.layers").replace(".attention.", ".self_attn.")
     return name.replace("gpt_neox.final_layer_norm", "model.final_layernorm")
@@ -192,4 +242,5 @@ STARCODER2 = Family(
     "starcoder2", "Starcoder2ForCausalLM", _read_starcoder2, _write_starcoder2, NAMES | _UNGATED
 )
 NEMOTRON = Family("nemotron", "NemotronForCausalLM", _read_nemotron, _write_nemotron, NAMES)
+FALCON = Family("falcon", "FalconForCausalLM", _read_falcon, _write_falcon, _FALCON_NAMES)
 STABLELM = Family("stablelm", "StableLmForCausalLM", _read_stablelm, _write_stablelm, NAMES)

@@ -22,8 +22,8 @@ from jtrain.model.families.decoder import (
     mlp_types_of,
     moe_of,
 )
-from jtrain.model.families.deepseek_experts import names_of_experts
 from jtrain.model.families.family import Family, Tensor
+from jtrain.model.families.mixtures.deepseek_experts import names_of_experts
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -56,6 +56,22 @@ def _read_hunyuan(fields: Fields) -> Transformer:
     bias, _ = biases_in(fields)
     attention = AttentionSpec(rope=fields.rope(), bias=bias, qk_norm="head", norm_after_rope=True)
     return decoder(fields, lambda _: BlockSpec(attention))
+
+
+def _read_hunyuan_moe(fields: Fields) -> Transformer:
+    fields.only(hidden_act="silu", pretraining_tp=1, quantization_config=None)
+    fields.ignore("eod_token_id")
+    bias, _ = biases_in(fields)
+    attention = AttentionSpec(rope=fields.rope(), bias=bias, qk_norm="head", norm_after_rope=True)
+    experts: Any = dict(num_experts=fields.whole("num_experts"), top_k=fields.whole("moe_topk"))
+    moe = MoESpec(**experts, shared_experts=1, balance_loss=0.0)
+    return decoder(fields, lambda _: BlockSpec(attention, moe))
+
+
+def _write_hunyuan_moe(model: Transformer) -> dict[str, Any]:
+    moe, bias = moe_of(model), attention_of(model).bias == "all"
+    experts = {"num_experts": moe.num_experts, "moe_topk": moe.top_k}
+    return decoder_fields(model) | experts | {"attention_bias": bias}
 
 
 def _read_ernie(fields: Fields) -> Transformer:
@@ -219,6 +235,16 @@ HUNYUAN = Family(
     _read_hunyuan,
     lambda m: decoder_fields(m) | biases_written(m),
     NAMES | _AFTER_ROPE,
+)
+HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    _read_hunyuan_moe,
+    _write_hunyuan_moe,
+    NAMES
+    | _AFTER_ROPE
+    | names_of_experts(shared="mlp.shared_mlp")
+    | {"mlp.router_DX": Tensor("model.layers.{y}.mlp.gate.wg.weight", "X D")},
 )
 ERNIE = Family(
     "ernie4_5",

@@ -16,8 +16,15 @@ _CWM_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+_GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
 MISSING: Mapping[str, Mapping[str, Any]] = {
     "arcee": {"rms_norm_eps": 1e-5},
+    "bailing_hybrid": {"num_key_value_heads": 32},
+    "beam": {"head_dim": 128, "num_key_value_heads": 8},
     "cohere": {"layer_norm_eps": 1e-5, "rope_theta": 5e5},
     "cohere2": {"layer_norm_eps": 1e-5},
     "cwm": {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_parameters": _CWM_ROPE},
@@ -25,17 +32,22 @@ MISSING: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     "exaone4": {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     "exaone_moe": {"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+    "falcon": {"layer_norm_epsilon": 1e-5},
     "gemma": {"head_dim": 256, "num_key_value_heads": 16},
     "gemma3_text": {"head_dim": 256},
+    "gemma4_unified_text": {"head_dim": 256, "num_key_value_heads": 4, "rope_parameters": _GEMMA4_ROPES},
     "glm": {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1, "rms_norm_eps": 1e-5},
     "gpt_neox": {"layer_norm_eps": 1e-5},
     "helium": {"head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+    "kimi_linear": {"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
     "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8},
+    "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mistral4": {"num_key_value_heads": 32},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5},

@@ -12,7 +12,7 @@ from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.mixer import MixerSpec
 from jtrain.model.norm import Norm, NormSpec
-from jtrain.model.param import weight
+from jtrain.model.param import aligned, weight
 from jtrain.model.recurrent.channels import (
     DECAY_BIAS,
     DECAY_LOG,
@@ -36,8 +36,10 @@ class DeltaNetSpec(MixerSpec):
     key_dim, value_dim: S and H of each head.
     taps: tokens that the convolutions see, W.
     decay: of the state, a number for each `head`, or for each `channel` of the keys (KDA).
-    rank: width R of the two projections that make decays of channels and the gate in two steps; None projects
-      in one (Gated DeltaNet).
+    rank: width R of the two projections that make decays of channels and the gate in two steps (KDA); None
+      projects in one.
+    decay_floor: smallest logarithm of a decay, which is then `floor * sigmoid(rate * (x + bias))` (Ling 3); None
+      for `-rate * softplus(x + bias)`, which has none.
     gate: nonlinearity of the output's gate.
     max_step: largest step size; 2 also allows negative eigenvalues (arXiv:2411.12537).
     norm_eps: added to the mean square in its own norm; None takes the model's.
@@ -51,6 +53,7 @@ class DeltaNetSpec(MixerSpec):
     taps: int = 4
     decay: Literal["head", "channel"] = "head"
     rank: int | None = None
+    decay_floor: float | None = None
     gate: Literal["silu", "sigmoid"] = "silu"
     max_step: float = 1.0
     norm_eps: float | None = None
@@ -61,10 +64,15 @@ class DeltaNetSpec(MixerSpec):
                 f"DeltaNetSpec.num_heads={self.num_heads} is not a multiple of num_key_heads="
                 f"{self.num_key_heads}: each key head serves the same number of value heads. Set one of them."
             )
-        if (self.decay == "channel") != (self.rank is not None):
+        if self.decay == "head" and self.rank is not None:
             raise UserError(
-                f"DeltaNetSpec.decay={self.decay} with rank={self.rank}: decays of channels are made in two "
-                "steps, those of heads in one. Set rank for `channel`, or rank=None for `head`."
+                f"DeltaNetSpec.decay=head with rank={self.rank}: decays of heads are made in one step. Set rank=None, "
+                "or decay=channel."
+            )
+        if self.decay_floor is not None and self.decay_floor >= 0:
+            raise UserError(
+                f"DeltaNetSpec.decay_floor={self.decay_floor} must be below 0: it is the logarithm of a decay. Set "
+                "None for no floor."
             )
 
     def module(self, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> "DeltaNet":
@@ -101,17 +109,21 @@ class DeltaNet(RecurrentMixer):
         self.k_DOS = weight("DOS", (d_model, *key_heads), std=std, layers=layers)
         self.v_DAH = weight("DAH", (d_model, *heads), std=std, layers=layers)
         self.step_DA = weight("DA", (d_model, spec.num_heads), std=std, layers=layers)
+        decays = (spec.num_heads, spec.key_dim)
         if spec.rank is None:
             self.gate_DAH = weight("DAH", (d_model, *heads), std=std, layers=layers)
+        if spec.decay == "head":
             self.decay_DA = weight("DA", (d_model, spec.num_heads), std=std, layers=layers)
             self.decay_bias_A = weight("A", (spec.num_heads,), layers=layers, **DECAY_BIAS)
         else:
-            decays = (spec.num_heads, spec.key_dim)
+            self.decay_bias_AS = weight("AS", decays, layers=layers, **DECAY_BIAS)
+        if spec.decay == "channel" and spec.rank is None:
+            self.decay_DAS = weight("DAS", (d_model, *decays), std=std, layers=layers)
+        if spec.rank is not None:
             self.gate_in_DR = weight("DR", (d_model, spec.rank), std=std, layers=layers)
             self.gate_out_RAH = weight("RAH", (spec.rank, *heads), std=spec.rank**-0.5, layers=layers)
             self.decay_in_DR = weight("DR", (d_model, spec.rank), std=std, layers=layers)
             self.decay_out_RAS = weight("RAS", (spec.rank, *decays), std=spec.rank**-0.5, layers=layers)
-            self.decay_bias_AS = weight("AS", decays, layers=layers, **DECAY_BIAS)
         self.decay_log_A = weight("A", (spec.num_heads,), layers=layers, **DECAY_LOG)
         conv: Any = dict(taps=spec.taps, bias=False, layers=layers)
         self.q_conv = ShortConv("OS", key_heads, **conv)
@@ -151,11 +163,13 @@ class DeltaNet(RecurrentMixer):
     def _project(self, x_BLD: Array, tensor: TensorAxis) -> tuple[Array, ...]:
         """Queries, keys, values, gate, step sizes before their sigmoid, and log-decays."""
         kernels = [self.q_DOS[...], self.k_DOS[...], self.v_DAH[...], self.step_DA[...]]
+        by_head = self.spec.decay == "head"
+        bias = (self.decay_bias_A if by_head else self.decay_bias_AS)[...]
         if self.spec.rank is None:
+            decay_kernel = (self.decay_DA if by_head else self.decay_DAS)[...]
             q, k, v, step_BLA, gate, decay = tensor.project_in(
-                x_BLD, *kernels, self.gate_DAH[...], self.decay_DA[...]
+                x_BLD, *kernels, self.gate_DAH[...], decay_kernel
             )
-            bias = self.decay_bias_A[...]
         else:
             q, k, v, step_BLA, gate_BLR, decay_BLR = tensor.project_in(
                 x_BLD, *kernels, self.gate_in_DR[...], self.decay_in_DR[...]
@@ -163,8 +177,10 @@ class DeltaNet(RecurrentMixer):
             # Every device has all R of all positions, and its heads of the second projection.
             (gate,) = TensorAxis().project_in(gate_BLR, self.gate_out_RAH[...])
             (decay,) = TensorAxis().project_in(decay_BLR, self.decay_out_RAS[...])
-            bias = self.decay_bias_AS[...]
         heads = step_BLA.shape[2]
         rate_A = jnp.exp(local_part(self.decay_log_A[...], heads).astype(jnp.float32))
-        rate = rate_A.reshape(1, 1, heads, *[1] * (decay.ndim - 3))
-        return q, k, v, gate, step_BLA, -rate * step_sizes(decay, local_part(bias, heads))
+        rate, bias = rate_A.reshape(1, 1, heads, *[1] * (decay.ndim - 3)), local_part(bias, heads)
+        if (floor := self.spec.decay_floor) is not None:
+            decay = decay.astype(jnp.float32)
+            return q, k, v, gate, step_BLA, floor * jax.nn.sigmoid(rate * (decay + aligned(bias, decay)))
+        return q, k, v, gate, step_BLA, -rate * step_sizes(decay, bias)

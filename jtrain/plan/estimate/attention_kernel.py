@@ -90,7 +90,9 @@ def _workspace(job: Job, call: AttentionCalls) -> int:
 
 def _job_choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     assert job.machine is not None, "the choice is that of a machine"
-    call = next(call for call in job.step.attention if call.causal)
+    call = next((call for call in job.step.attention if call.causal), None)
+    if call is None:
+        return registry.REFERENCE, "no layer has attention", ()
     return _choose_implementation(job.machine.device, *_arguments(job, call))
 
 

@@ -138,9 +138,9 @@ def hideable_fraction(collective: Collective, job: Job, device: DeviceSpec) -> f
     layout, on_tpu = job.layout, device.platform == "tpu"
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(dict(layout.kernels)):
         return float(collective.purpose == "activations" and collective.kind == "collective-permute")
-    if collective.purpose == EXCHANGE and job.model.moe is not None:
+    if collective.purpose == EXCHANGE and job.model.router is not None:
         # The first piece has no matmul to run beside.
-        pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)
+        pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.router.top_k)
         return (pieces - 1) / pieces
     if collective.purpose == REGATHERED:
         return 0.5 if collective.feeds_products else 1.0
@@ -162,7 +162,7 @@ def hideable_fraction(collective: Collective, job: Job, device: DeviceSpec) -> f
             return 1 - LAST_REDUCTION * _trailing_share(layout)
         if collective.purpose == "gradients":
             # Without sums, only the reductions of the last layer have no next turn of the loop.
-            return 1.0 if sums_gradients(layout) else 1 - 1 / device_layers(layout, job.model.num_layers)
+            return 1.0 if sums_gradients(layout) else 1 - 1 / device_layers(layout, job.model.num_periods)
         if collective.purpose == "unembedding":
             # Of each microbatch's parts of the unembedding one stays exposed.
             return 0.0 if on_tpu else 1 - layout.spec.microbatches / collective.count

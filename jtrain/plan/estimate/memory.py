@@ -133,7 +133,7 @@ def memory(job: Job) -> MemoryPlan:
         host_parameters=host_parameters,
         host_optimizer=host_state,
         host_copies=host_copies,
-        host_activations=kept_layers(layout, job.model.num_layers)
+        host_activations=kept_layers(layout, job.model.num_periods)
         * sum(array.bytes for array in job.step.saved if array.memory == "pinned_host"),
         host_gradients=_gradients_on_host(layout, platform),
     )

@@ -22,6 +22,7 @@ from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
 from jtrain.plan.estimate.temporaries import Temporaries
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
+from jtrain.step.description.pattern_sizes import FIRST, LAST
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
 from jtrain.step.zero import gathers_once
@@ -42,7 +43,9 @@ def worst_moment(job: Job) -> Temporaries:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
     step = _Step(job)
-    return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
+    moments = [step.loss(), step.layer(), step.embedding(), step.update()]
+    moments += [step.single(path) for path in (FIRST, LAST) if step.has(path)]
+    return max(moments, key=lambda moment: moment.bytes)
 
 
 def slot_bytes(job: Job) -> int:
@@ -54,6 +57,8 @@ def slot_bytes(job: Job) -> int:
 
 class _Step:
     """Sizes of one device's arrays while it computes one microbatch, in bytes.
+
+    A layer is a repetition of the model's pattern; those before and after the repetitions are single ones.
 
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     """
@@ -67,7 +72,7 @@ class _Step:
         self.param, self.compute = itemsize(precision.param_dtype), itemsize(precision.compute_dtype)
         self.reduce, self.accumulated = itemsize(precision.reduce_dtype), itemsize(precision.grad_accum_dtype)
         self.casts = precision.param_dtype != precision.compute_dtype
-        self.layers, self.ticks = device_layers(layout, model.num_layers), ticks(layout)
+        self.layers, self.ticks = device_layers(layout, model.num_periods), ticks(layout)
         self.shards = mesh.tensor * mesh.stage  # of the vocabulary
         self.saved, self.x = job.step.saved, job.step.named_bytes[LAYER_INPUT]
         self.h = self.x * mesh.tensor
@@ -104,6 +109,11 @@ class _Step:
         params = [p for p in self.trained if p.info.dims.startswith("Y") == layers]
         gradient_bytes = self.param * sum(self._accumulated(p) for p in params)
         return gradient_bytes // self.layers if layers and self.sums else gradient_bytes
+
+    def single_gradients(self, *paths: str) -> int:
+        """Gradients of the layers of these paths, which come before the loop's or after them."""
+        params = [p for p in self.trained if p.info.path.startswith(paths)]
+        return self.param * sum(self._accumulated(p) for p in params)
 
     def _accumulated(self, p: ParamLayout) -> int:
         summed = _gathered(p) if self.gathers_all else p.accumulator
@@ -264,7 +274,8 @@ class _Step:
             "loss",
             gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
             weights=self.layer_weights(),
-            activations=self.activations + self.fetched_activations() // 2,  # the last layer's, on their way
+            # The last layer's are on their way.
+            activations=self.activations + self.fetched_activations() // 2 + self.kept_by(FIRST, LAST),
             loss=loss,
         )
 
@@ -284,13 +295,43 @@ class _Step:
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
             # way back.
-            gradients=self.accumulators + self.gradients(layers=True) + self.host_sums(3),
+            gradients=self.accumulators
+            + self.gradients(layers=True)
+            + self.single_gradients(LAST)
+            + self.host_sums(3),
             weights=weights,
-            activations=self.activations + self.fetched_activations(),
+            activations=self.activations + self.fetched_activations() + self.kept_by(FIRST),
             loss=self.unembedding_gradient(),
             workspace=max(
                 moment.bytes + moment.in_attention * in_attention for moment in self.job.step.moments
             ),
+        )
+
+    def has(self, path: str) -> bool:
+        """True if the model has layers of this path beside the loop."""
+        return bool(self.job.step.moments_of(path))
+
+    def kept_by(self, *paths: str) -> int:
+        """Activations that the layers of these paths keep."""
+        return sum(self.job.step.saved_bytes(path) for path in paths)
+
+    def single(self, path: str) -> Temporaries:
+        """Temporaries of the backward pass of the layers before the loop, or of those after it."""
+        is_last, in_attention = path == LAST, attention_workspace(self.job)
+        params = [p for p in self.layout.params if p.info.is_matrix and p.info.path.startswith(path)]
+        weights = self.copied_parameters
+        if self.gathers:
+            weights += self.compute * self._elements(params, _gathered)
+        kept = self.kept_by(FIRST, LAST) + self.activations if is_last else self.kept_by(FIRST)
+        gradients = 0 if is_last else self.gradients(layers=True) + self.single_gradients(LAST)
+        moments = self.job.step.moments_of(path)
+        return Temporaries(
+            "layer",
+            gradients=self.accumulators + gradients + self.single_gradients(path),
+            weights=weights,
+            activations=kept,
+            loss=self.unembedding_gradient(),
+            workspace=max(moment.bytes + moment.in_attention * in_attention for moment in moments),
         )
 
     def embedding(self) -> Temporaries:
@@ -307,7 +348,7 @@ class _Step:
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Temporaries(
             "embedding",
-            gradients=self.accumulators + self.gradients(layers=True),
+            gradients=self.accumulators + self.gradients(layers=True) + self.single_gradients(FIRST, LAST),
             weights=self.copied_parameters,
             loss=self.unembedding_gradient(),
             workspace=workspace,

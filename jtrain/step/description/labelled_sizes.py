@@ -24,6 +24,7 @@ from jtrain.model.saved_activations import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import PART_COLUMNS, num_parts
 from jtrain.pipeline.spec import PipelineSpec
+from jtrain.step.description.pattern_sizes import PatternSizes, pattern_sizes
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
@@ -59,6 +60,7 @@ class LayoutClass:
     in_parts: True if the unembedding is gathered in parts.
     rings: number of torus dimensions of ZeRO's collectives.
     adapter: what an adapter adds and freezes; None without one.
+    pattern: sizes of layers of a pattern, which then are those of the trace; None where all layers are alike.
     """
 
     part: PartName
@@ -79,6 +81,7 @@ class LayoutClass:
     in_parts: bool
     rings: int
     adapter: Adaptation | None = None
+    pattern: PatternSizes | None = None
 
     @property
     def labels_shared(self) -> bool:
@@ -94,6 +97,9 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
     """
     mesh, spec, precision = layout.mesh, layout.spec, layout.precision
     of_layers, at_end = part == "layers", part == "end"
+    pattern = None
+    if model.pattern and layout.pipeline is None and (of_layers or at_end):
+        pattern = pattern_sizes(model, mesh, layout.rings, rows=rows, seq_len=seq_len)
     splits = layout.pipeline is not None and counts_of(layout).splits_backward
     # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them,
     # and for weights in 8 bits.
@@ -118,7 +124,7 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         spec_changes |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
         precision = precision if at_end else dataclasses.replace(precision, matmul_dtype="compute")
     in_heads = of_layers and mesh.context > 1 and spec.context_attention == "ulysses"
-    moe = model.moe if of_layers or at_end else None
+    moe = model.router if of_layers or at_end else None
     exchanged_moe = moe if of_layers and mesh.expert > 1 else None
     shards = mesh.tensor * mesh.stage
     layout_class = LayoutClass(
@@ -141,7 +147,10 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
         len(layout.rings),
         Adaptation.of(layout.infos),
+        pattern,
     )
+    if pattern is not None:
+        return layout_class
     if layout_class.pieces == 1 and layout_class.shared > 1:
         # Sizes of a trace that tell shared heads apart are too many tokens for one piece.
         layout_class = dataclasses.replace(layout_class, pieces=2)
@@ -178,6 +187,13 @@ class LabelledSizes:
     seq_len: int
     labels: Mapping[str, int]
 
+    @property
+    def head_sizes(self) -> frozenset[int]:
+        """Sizes that the heads of attention's queries and keys have."""
+        mixers = (block.mixer for block in self.model.period)
+        sizes = (getattr(mixer, "head_dim", None) for mixer in mixers if mixer is not None)
+        return frozenset(size or self.model.head_dim for size in sizes)
+
     def monomial(self, number: int) -> Monomial:
         """A traced number as a product of labels; 0 has none."""
         if number == 0:
@@ -203,6 +219,11 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     143,429 elements in the trace, which is b l t f. A layout of the class with two sequences of 128
     positions, tensor = 2 and d_ff = 128 has b = 2, l = 64, t = 2, f = 64: 16,384 elements.
     """
+    if (sizes := layout_class.pattern) is not None:
+        spec, labels = layout_class.spec, dict(sizes.labels)
+        options: Any = dict(context_order=layout_class.order, precision=layout_class.precision)
+        model, layout = sizes.build(spec, layout_class.adapter, **options)
+        return LabelledSizes(model, layout, labels["b"] * spec.sequence_groups, sizes.seq_len, labels)
     # Numbers of the class that also divide sizes: no prime may be one of their factors, or `monomial` would
     # mistake them for it.
     fixed_factors = (
@@ -297,7 +318,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         else 1
     )
     mesh = MeshSpec(labels["w"], stages, data, expert, context, tensor)
-    options: Any = dict(
+    options = dict(
         context_order=layout_class.order, precision=layout_class.precision, pipeline=layout_class.pipeline
     )
     infos = model.param_infos()
@@ -320,6 +341,9 @@ def label_values(
 ) -> dict[str, tuple[int, int]]:
     """Letter of `LabelledSizes` -> its number in a layout of the class, as a ratio."""
     mesh, context = layout.mesh, layout_class.context
+    if layout_class.pattern is not None:
+        groups = layout_class.spec.sequence_groups
+        return {"b": Fraction(rows, groups).as_integer_ratio(), "e": (mesh.expert, 1)}
     tensor, zero_shards = mesh.tensor, mesh.zero_shards
     in_use = kv_heads_in_use(model.num_kv_heads, tensor)
     halves = math.lcm(2 if context > 1 else 1, layout_class.pieces or 1)

@@ -66,7 +66,8 @@ def saving_class(layout_class: LayoutClass) -> LayoutClass:
 
     That number is the largest, which large batches have anyway. One piece is traced faster.
     """
-    pieces = MAX_PIECES if layout_class.pieces > 1 else layout_class.pieces
+    several = layout_class.pieces > 1 and layout_class.pattern is None
+    pieces = MAX_PIECES if several else layout_class.pieces
     return dataclasses.replace(input_keeping_class(layout_class), pieces=pieces)
 
 

@@ -22,12 +22,18 @@ from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
+from jtrain.step.description.pattern_sizes import layer_parts
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
-_PARTS: tuple[PartName, ...] = ("layers", "embedding", "loss", "end")
+_OTHERS: tuple[PartName, ...] = ("embedding", "loss", "end")
+"""Parts of a step besides its layers."""
+
+
+type _TraceAndValues = tuple[PartTrace, Mapping[str, tuple[int, int]]]
+"""Trace of a part, and the sizes that its labels stand for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +154,25 @@ class StepDescription:
     seq_len: int
 
     @functools.cached_property
-    def _saved(self) -> tuple[dict[str, int], tuple[SavedArray, ...]]:
+    def _layer_models(self) -> Mapping[str, Transformer]:
+        """Model of each part of the layers by its path; the whole model where all layers are alike."""
+        has_parts = self.model.pattern and self.layout.pipeline is None
+        return layer_parts(self.model) if has_parts else {"layers": self.model}
+
+    @functools.cached_property
+    def _saved(self) -> tuple[dict[str, int], dict[str, tuple[SavedArray, ...]]]:
+        """Bytes of each named array of a layer, and the arrays that a layer of each part saves."""
+        named_bytes, saved = dict[str, int](), dict[str, tuple[SavedArray, ...]]()
+        for path, model in reversed(self._layer_models.items()):
+            named_bytes, saved[path] = self._saved_by(model)
+        return named_bytes, saved
+
+    def _saved_by(self, model: Transformer) -> tuple[dict[str, int], tuple[SavedArray, ...]]:
         """Bytes of each named array of a layer, and the arrays that a layer saves."""
         sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
-        layout_class = saving_class(class_of("layers", self.model, self.layout, **sizes))
+        layout_class = saving_class(class_of("layers", model, self.layout, **sizes))
         trace = trace_saved(layout_class)
-        values = label_values(layout_class, self.model, self.layout, **sizes)
+        values = label_values(layout_class, model, self.layout, **sizes)
         names, names_on_host = kept_names(self.layout), offloaded_names(self.layout)
 
         def saved(arrays: tuple[LabelledArray, ...]) -> list[SavedArray]:
@@ -187,26 +206,32 @@ class StepDescription:
 
     @property
     def saved(self) -> tuple[SavedArray, ...]:
-        """Arrays of one layer and microbatch that wait for the layer's backward pass."""
-        return self._saved[1]
+        """Arrays of one layer, or one repetition of a pattern, and microbatch that wait for its backward pass."""
+        return self._saved[1]["layers"]
+
+    def saved_bytes(self, path: str) -> int:
+        """Bytes that the layers before or after a pattern save on the device, all together."""
+        return sum(array.bytes for array in self._saved[1].get(path, ()) if not array.of_weights)
+
+    def _trace(self, part: PartName, model: Transformer) -> _TraceAndValues:
+        sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
+        layout_class = class_of(part, model, self.layout, **sizes)
+        return trace_part(layout_class), label_values(layout_class, model, self.layout, **sizes)
 
     @functools.cached_property
-    def _parts(self) -> dict[PartName, tuple[PartTrace, Mapping[str, tuple[int, int]]]]:
-        """Trace of each part, and the sizes that its labels stand for."""
-        sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
-        classes = [class_of(part, self.model, self.layout, **sizes) for part in _PARTS]
-        return {
-            layout_class.part: (
-                trace_part(layout_class),
-                label_values(layout_class, self.model, self.layout, **sizes),
-            )
-            for layout_class in classes
-        }
+    def _layers(self) -> dict[str, _TraceAndValues]:
+        """Trace of the layers of each path, and the sizes that its labels stand for."""
+        return {path: self._trace("layers", model) for path, model in self._layer_models.items()}
+
+    @functools.cached_property
+    def _others(self) -> dict[PartName, _TraceAndValues]:
+        """Trace of each other part."""
+        return {part: self._trace(part, self.model) for part in _OTHERS}
 
     @property
     def recomputed_names(self) -> frozenset[str]:
         """Names of the layers' activations that the backward pass computes a second time."""
-        return frozenset(self._parts["layers"][0].recomputed_names)
+        return frozenset(name for trace, _ in self._layers.values() for name in trace.recomputed_names)
 
     def _repeats(self, part: PartName) -> int:
         """How often a device computes a part in a step; a pipeline's identity layers count too."""
@@ -219,9 +244,9 @@ class StepDescription:
     def products(self) -> list[StepProduct]:
         """The products with weights on one device."""
         products: list[StepProduct] = []
+        of_layers: list[tuple[PartName, _TraceAndValues]] = [("layers", one) for one in self._layers.values()]
         # An embedding is a look-up, and the end of a step multiplies nothing.
-        for part in ("layers", "loss"):
-            trace, values = self._parts[part]
+        for part, (trace, values) in (*of_layers, ("loss", self._others["loss"])):
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
                 # A trace is of one microbatch, or of one layer of a pipeline.
@@ -232,27 +257,35 @@ class StepDescription:
     @functools.cached_property
     def passes(self) -> list[StepPass]:
         """The layers' passes over memory on one device."""
-        (trace, values), repeats = self._parts["layers"], self._repeats("layers")
-        sizes = evaluate([one.bytes for one in trace.memory.passes], values)
-        return [
-            StepPass(one.when, one.of_experts, repeats * size)
-            for one, size in zip(trace.memory.passes, sizes, strict=True)
-        ]
+        repeats, passes = self._repeats("layers"), list[StepPass]()
+        for trace, values in self._layers.values():
+            sizes = evaluate([one.bytes for one in trace.memory.passes], values)
+            passes += [
+                StepPass(one.when, one.of_experts, repeats * size)
+                for one, size in zip(trace.memory.passes, sizes, strict=True)
+            ]
+        return passes
 
     @functools.cached_property
     def attention(self) -> list[AttentionCalls]:
         """The calls of attention's kernel on one device."""
-        (trace, values), repeats = self._parts["layers"], self._repeats("layers")
-        calls: list[AttentionCalls] = []
-        for call in trace.memory.attention:
-            count, *sizes = evaluate((call.count, *call.sizes), values)
-            calls.append(AttentionCalls(call.when, call.backward, call.causal, repeats * count, *sizes))
+        repeats, calls = self._repeats("layers"), list[AttentionCalls]()
+        for trace, values in self._layers.values():
+            for call in trace.memory.attention:
+                count, *sizes = evaluate((call.count, *call.sizes), values)
+                calls.append(AttentionCalls(call.when, call.backward, call.causal, repeats * count, *sizes))
         return calls
 
     @functools.cached_property
     def moments(self) -> list[Moment]:
         """Moments of a layer's backward pass, of which one takes the most memory."""
-        trace, values = self._parts["layers"]
+        return self.moments_of("layers")
+
+    def moments_of(self, path: str) -> list[Moment]:
+        """Moments of the backward pass of the layers of a path; none if there are no such layers."""
+        if path not in self._layers:
+            return []
+        trace, values = self._layers[path]
         has_shards = self.layout.mesh.tensor > 1
         # Few powers of sizes make up many moments.
         sizes: dict[Any, float] = {}
@@ -270,7 +303,7 @@ class StepDescription:
     @property
     def weight_input_bytes(self) -> int:
         """Bytes of what the gradients of one layer's weights need besides the weights."""
-        trace, values = self._parts["layers"]
+        trace, values = self._layers["layers"]
         return sum(evaluate(trace.memory.weight_inputs, values))
 
     @functools.cached_property
@@ -278,7 +311,11 @@ class StepDescription:
         """The collectives, with an elementwise optimizer; those of one device are not sent and not listed."""
         layout, shape = self.layout, self.layout.mesh.shape
         collectives: list[StepCollective] = []
-        for part, (trace, values) in self._parts.items():
+        of_layers: list[tuple[PartName, str, _TraceAndValues]] = [
+            ("layers", path, one) for path, one in self._layers.items()
+        ]
+        others = [(part, "", one) for part, one in self._others.items()]
+        for part, path, (trace, values) in of_layers + others:
             # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches
             if part == "layers" and layout.pipeline is not None:
@@ -299,7 +336,7 @@ class StepDescription:
                 identity = (
                     part,
                     collective.scope,
-                    collective.parameter,
+                    collective.parameter.replace("layers.", f"{path}.", 1) if path else collective.parameter,
                     collective.kind,
                     collective.along,
                     axes,

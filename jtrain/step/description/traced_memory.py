@@ -242,7 +242,7 @@ def _attention(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledA
             continue
         heads = [values.arrays[n].shape for n in step.operands if len(values.arrays[n].shape) == 4]
         # Masks have four dimensions too, the last of which is of positions.
-        heads = [shape for shape in heads if "h" in dict(sizes.monomial(shape[-1])[1])]
+        heads = [shape for shape in heads if shape[-1] in sizes.head_sizes and shape[1] > 1]
         if not heads:
             continue  # what is computed before the loop over layers
         # Dimension 2 is heads, of which keys have at most as many as queries.

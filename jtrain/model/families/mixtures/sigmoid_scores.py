@@ -16,8 +16,8 @@ from jtrain.model.families.decoder import (
     mlp_types_of,
     moe_of,
 )
-from jtrain.model.families.deepseek_experts import experts_in, experts_written, names_of_experts
 from jtrain.model.families.family import Family, Tensor
+from jtrain.model.families.mixtures.deepseek_experts import experts_in, experts_written, names_of_experts
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer

@@ -20,8 +20,8 @@ from jtrain.model.families.decoder import (
     layer_types_of,
     moe_of,
 )
-from jtrain.model.families.deepseek_experts import experts_in, experts_written, names_of_experts
 from jtrain.model.families.family import Family, Names, Tensor
+from jtrain.model.families.mixtures.deepseek_experts import experts_in, experts_written, names_of_experts
 from jtrain.model.mlp import ClampedSwiGLU, MLPSpec
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec

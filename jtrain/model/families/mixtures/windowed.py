@@ -19,8 +19,8 @@ from jtrain.model.families.decoder import (
     moe_of,
     rope_fields,
 )
-from jtrain.model.families.deepseek_experts import names_of_experts
 from jtrain.model.families.family import Family, Names, Tensor
+from jtrain.model.families.mixtures.deepseek_experts import names_of_experts
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec

@@ -7,10 +7,10 @@ from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import ACTIVATIONS, FULL, decoder, decoder_fields, mixer_of, moe_of
-from jtrain.model.families.deepseek_experts import experts_in
-from jtrain.model.families.delta_nets import LINEAR, attentions_or_none
 from jtrain.model.families.family import Family, Names, Tensor
-from jtrain.model.families.state_spaces import BACKBONE
+from jtrain.model.families.mixtures.deepseek_experts import experts_in
+from jtrain.model.families.recurrent.delta_nets import LINEAR, attentions_or_none
+from jtrain.model.families.recurrent.state_spaces import BACKBONE
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.recurrent.mamba2 import Mamba2Spec
 from jtrain.model.router import MoESpec

@@ -9,7 +9,7 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.families.config_fields import Fields
 from jtrain.model.families.decoder import NAMES, decoder, decoder_fields, renamed
 from jtrain.model.families.family import Family, Tensor
-from jtrain.model.families.state_spaces import mamba_fields, mamba_in, mamba_names
+from jtrain.model.families.recurrent.state_spaces import mamba_fields, mamba_in, mamba_names
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.recurrent.mamba2 import Mamba2Spec
 from jtrain.model.recurrent.parallel import ParallelSpec

@@ -37,7 +37,8 @@ def attentions_or_none(model: Transformer) -> list[AttentionSpec]:
     return mixers or [AttentionSpec()]
 
 
-def _delta_net(fields: Fields, *, heads: int, key_heads: int, key_dim: int, value_dim: int) -> DeltaNetSpec:
+def delta_in(fields: Fields, *, heads: int, key_heads: int, key_dim: int, value_dim: int) -> DeltaNetSpec:
+    """The delta net that a config.json describes, with what it has where a field is missing."""
     return DeltaNetSpec(
         num_heads=fields.whole("linear_num_value_heads", heads),
         num_key_heads=fields.whole("linear_num_key_heads", key_heads),
@@ -47,7 +48,8 @@ def _delta_net(fields: Fields, *, heads: int, key_heads: int, key_dim: int, valu
     )
 
 
-def _delta_fields(model: Transformer) -> dict[str, Any]:
+def delta_fields(model: Transformer) -> dict[str, Any]:
+    """Fields that `delta_in` and `layer_kinds` read."""
     spec = mixer_of(model, DeltaNetSpec)
     return {
         "layer_types": kinds_of(model),
@@ -65,7 +67,7 @@ def _read_qwen(fields: Fields, feed_forward: Callable[[int], MLPSpec | MoESpec],
     rope = fields.rope(share=0.25, beside=("mrope_section", "mrope_interleaved"))
     bias = "all" if fields.flag("attention_bias") else "none"
     attention = AttentionSpec(rope=rope, bias=bias, qk_norm="head", gate=True)
-    delta = _delta_net(fields, heads=32, key_heads=16, key_dim=128, value_dim=128)
+    delta = delta_in(fields, heads=32, key_heads=16, key_dim=128, value_dim=128)
     kinds = layer_kinds(fields, fields.whole("full_attention_interval", 4))
     fields.whole("head_dim")
     return decoder(
@@ -101,7 +103,7 @@ def _read_moe(fields: Fields) -> Transformer:
 
 def _write_qwen(model: Transformer) -> dict[str, Any]:
     attention = attention_of(model)
-    return decoder_fields(model) | _delta_fields(model) | {"attention_bias": attention.bias == "all"}
+    return decoder_fields(model) | delta_fields(model) | {"attention_bias": attention.bias == "all"}
 
 
 def _write_experts(model: Transformer) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from jtrain.model.families.decoder import (
     mixer_of,
     renamed,
 )
-from jtrain.model.families.delta_nets import LINEAR, attentions_or_none, kinds_of
 from jtrain.model.families.family import Family, Names, Tensor
+from jtrain.model.families.recurrent.delta_nets import LINEAR, attentions_or_none, kinds_of
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.recurrent.mamba2 import Mamba2Spec
 from jtrain.model.router import MoESpec
