@@ -77,8 +77,8 @@ def check_code(values: Mapping[str, str]) -> None:
         # Equal for a field, whose line does not begin with CODE.
         if source != path and repr(source_hash(source)) != text:
             print(
-                f"WARNING: {source} has changed since this config was written with it: what it computes now may "
-                "be another model.",
+                f"WARNING: {source} has changed since this config was written with it: what it computes now "
+                "may be another model.",
                 file=sys.stderr,
             )
 

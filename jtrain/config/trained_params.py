@@ -90,19 +90,20 @@ def _check_model(run: Run, base_run: Run) -> None:
     assert run.adapter is not None
     if base_run.adapter is not None:
         raise UserError(
-            f"adapter.base={run.adapter.base} is a run with an adapter. Merge it first: `jtrain hf export`, then "
-            "`jtrain hf import` into another workdir."
+            f"adapter.base={run.adapter.base} is a run with an adapter. Merge it first: `jtrain hf export`, "
+            "then `jtrain hf import` into another workdir."
         )
     lines = [
-        f"\n  model.{field.name}: {getattr(base_run.model, field.name)} there, {getattr(run.model, field.name)} here"
+        f"\n  model.{field.name}: {getattr(base_run.model, field.name)} there, "
+        f"{getattr(run.model, field.name)} here"
         for field in dataclasses.fields(Transformer)
         if field.name not in _COMPILED
         and getattr(base_run.model, field.name) != getattr(run.model, field.name)
     ]
     if lines:
         raise UserError(
-            f"adapter.base={run.adapter.base} is of another model:{''.join(lines)}\nSet these fields, or another "
-            "adapter.base."
+            f"adapter.base={run.adapter.base} is of another model:{''.join(lines)}\nSet these fields, or "
+            "another adapter.base."
         )
 
 

@@ -120,7 +120,6 @@ class TextDataset:
         shares = self._schedule().weights(0, self.names)
         lines = []
         for name, stream, share in zip(self.names, self.streams, shares.tolist(), strict=True):
-            # The one source of data.path has a name that no user gave it.
             head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
             documents = "documents" if stream.num_documents is None else f"{stream.num_documents:,} documents"
             lines.append(

@@ -147,8 +147,8 @@ class PackedText:
         field = field_of(name)
         if not has_samples:
             raise UserError(
-                f"{field}.on_too_long={source.on_too_long!r} is for samples, and text may be cut anywhere. Set "
-                f"{field}.messages_field, prompt_field or mask_field, or remove it."
+                f"{field}.on_too_long={source.on_too_long!r} is for samples, and text may be cut anywhere. "
+                f"Set {field}.messages_field, prompt_field or mask_field, or remove it."
             )
         if self.packing == "concat":
             raise UserError(

@@ -40,25 +40,26 @@ def check_adapter(
     """Refuses layouts whose matmuls have no second, narrow one beside them."""
     if spec.tensor_overlap:
         raise UserError(
-            "layout.tensor_overlap=True with adapter: a matmul that overlaps with its collective has no adapter "
-            "beside it. Set layout.tensor_overlap=False."
+            "layout.tensor_overlap=True with adapter: a matmul that overlaps with its collective has no "
+            "adapter beside it. Set layout.tensor_overlap=False."
         )
     if spec.sequence_groups > 1:
         raise UserError(
-            f"layout.sequence_groups={spec.sequence_groups} with adapter: groups of sequences have no adapter. "
-            "Set layout.sequence_groups=1."
+            f"layout.sequence_groups={spec.sequence_groups} with adapter: groups of sequences have no "
+            "adapter. Set layout.sequence_groups=1."
         )
     if precision.matmul_dtype != "compute":
         raise UserError(
-            f"precision.matmul_dtype={precision.matmul_dtype} with adapter: frozen weights and adapters multiply in "
-            "precision.compute_dtype. Set precision.matmul_dtype=compute."
+            f"precision.matmul_dtype={precision.matmul_dtype} with adapter: frozen weights and adapters "
+            "multiply in precision.compute_dtype. Set precision.matmul_dtype=compute."
         )
     for info in infos:
         mixer = info.path.rpartition(".")[0].rpartition(".")[0]
         if "K" in info.dims and shared_by.get(mixer, 1) > 1:
             raise UserError(
                 f"adapter.targets names {info.path.rpartition(ADAPTER)[0]}, and mesh.tensor has "
-                f"{shared_by[mixer]} devices for each key head: an adapter is not split inside of a head. Set "
+                f"{shared_by[mixer]} devices for each key head: an adapter is not split inside of a head. "
+                "Set "
                 "mesh.tensor to model.num_kv_heads or less, or leave keys and values out of adapter.targets."
             )
 

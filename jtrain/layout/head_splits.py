@@ -17,9 +17,10 @@ def devices_per_key_head(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> dict[s
         if not splits_heads(heads, kv_heads, tensor):
             valid_tensor_sizes = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]
             raise UserError(
-                f"mesh.tensor={tensor} cannot split model.num_heads={heads} with model.num_kv_heads={kv_heads}: "
-                "it must divide the query heads, and divide or be a multiple of the key heads. Set mesh.tensor "
-                f"to one of {', '.join(valid_tensor_sizes)}, or change the heads."
+                f"mesh.tensor={tensor} cannot split model.num_heads={heads} with "
+                f"model.num_kv_heads={kv_heads}: "
+                "it must divide the query heads, and divide or be a multiple of the key heads. Set "
+                f"mesh.tensor to one of {', '.join(valid_tensor_sizes)}, or change the heads."
             )
         # 8 devices along `tensor` and 2 key heads: 4 devices compute the same head.
         shared_by[path] = max(1, tensor // kv_heads)
@@ -62,8 +63,9 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
         if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
             suffix = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
             raise UserError(
-                f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of "
-                f"the heads, but model.num_heads={all_heads}{suffix} is {heads}, and "
-                f"model.num_kv_heads={all_kv_heads}{suffix} is {kv_heads}. mesh.context must divide the former, and "
+                f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part "
+                f"of the heads, but model.num_heads={all_heads}{suffix} is {heads}, and "
+                f"model.num_kv_heads={all_kv_heads}{suffix} is {kv_heads}. mesh.context must divide the "
+                "former, and "
                 "divide or be a multiple of the latter: change it, or set layout.context_attention=ring."
             )

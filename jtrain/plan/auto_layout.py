@@ -146,8 +146,8 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
         )
     if len(points) > 1:
         notes.append(
-            f"layout.auto: the second fastest that fits, {_settings_text(points[1].settings)}, {points[1].step_s:.3g} "
-            "s"
+            f"layout.auto: the second fastest that fits, {_settings_text(points[1].settings)}, "
+            f"{points[1].step_s:.3g} s"
         )
     return notes
 
@@ -163,7 +163,8 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
     available = available_bytes(devices)
     if spec is None or available is None or (spec.platform != "cpu" and spec.peak_bf16_flops is None):
         raise UserError(
-            f"layout.auto and as_needed compare predicted times, but the peaks of {first_device.device_kind!r} are "
+            "layout.auto and as_needed compare predicted times, but the peaks of "
+            f"{first_device.device_kind!r} are "
             "not published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
     # A compile-only host has no free memory to read.

@@ -79,7 +79,7 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
     # The factor is of a chip's matmuls in one format.
     if (file_device, file_dtype) != (device, matmul_dtype):
         raise UserError(
-            f"--measured {path} is of {file_device} with precision.matmul_dtype={file_dtype}, not of {device} with "
-            f"{matmul_dtype}. Leave --measured out, or calibrate with a run of that kind."
+            f"--measured {path} is of {file_device} with precision.matmul_dtype={file_dtype}, not of "
+            f"{device} with {matmul_dtype}. Leave --measured out, or calibrate with a run of that kind."
         )
     return factor

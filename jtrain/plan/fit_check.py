@@ -80,8 +80,8 @@ def check_fits(
     if plan.total_bytes <= MARGIN[job.platform] * available:
         return plan
     raise UserError(
-        f"{devices_text}{'This' if devices_text else 'this'} run needs {plan.total_bytes / GIB:.1f} GiB per device "
-        f"({largest_parts(plan)}), but {available / GIB:.1f} GiB are available. "
+        f"{devices_text}{'This' if devices_text else 'this'} run needs {plan.total_bytes / GIB:.1f} GiB per "
+        f"device ({largest_parts(plan)}), but {available / GIB:.1f} GiB are available. "
         f"{_fitting_advice(job, available, as_text(settings_of(config_layout or job.layout, job.global_batch)))}"
     )
 

@@ -105,8 +105,8 @@ class PipelinePlan:
         factor = max(step_s, alone_s) / min(step_s, alone_s)
         winner = "the pipeline" if step_s < alone_s else "ZeRO-3 alone"
         return (
-            f"{comparison}; the pipeline {step_s:,.4g} s, of which it waits {network_s:,.4g} s for the network and "
-            f"{bubble_s:,.4g} s for other stages. {winner} is {factor:.2f} times as fast."
+            f"{comparison}; the pipeline {step_s:,.4g} s, of which it waits {network_s:,.4g} s for the "
+            f"network and {bubble_s:,.4g} s for other stages. {winner} is {factor:.2f} times as fast."
         )
 
 

@@ -59,7 +59,8 @@ def check_plan(sheet: Sheet, config_values: Mapping[str, str]) -> None:
         host_gib = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / HOST_SHARE / 2**30)
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host "
-            f"memory per device, but its share of the host is {host_capacity / 2**30:.1f}, with {1 - HOST_SHARE:.0%} "
+            f"memory per device, but its share of the host is {host_capacity / 2**30:.1f}, with "
+            f"{1 - HOST_SHARE:.0%} "
             f"left free. Give --host-memory {host_gib}GiB if the host has it, or set smaller shares of "
             "layout.offload."
         )
@@ -68,8 +69,8 @@ def check_plan(sheet: Sheet, config_values: Mapping[str, str]) -> None:
         # In bytes of the formula, which is off from the compiler by this ratio.
         limit = int(room_bytes * sheet.plan.total_bytes / peak_bytes)
         raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {peak_bytes / 2**30:.1f} of {room_bytes / 2**30:.1f} GiB "
-            f"per device. {_fitting_advice(sheet, limit, config_values)}"
+            f"{sheet.config} does not fit {sheet.machine}: {peak_bytes / 2**30:.1f} of "
+            f"{room_bytes / 2**30:.1f} GiB per device. {_fitting_advice(sheet, limit, config_values)}"
         )
 
 

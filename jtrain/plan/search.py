@@ -222,8 +222,8 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     raise UserError(
         f"layout.offload.{', .'.join(open_fields)}=as_needed: with all of it on the host a device needs "
         f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its "
-        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {host_text}. Set layout.auto=True, or more of "
-        "layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
+        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {host_text}. Set layout.auto=True, or more "
+        "of layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
     )
 
 

@@ -60,8 +60,8 @@ class ProfileSpec:
         if (workdir / FOLDER / str(self.steps[0])).exists():
             return
         raise UserError(
-            f"profile.steps={self.steps} can trace nothing: the run in {workdir} is done, at step {saved_step} "
-            f"of {num_steps}. Add --workdir {workdir}-profile to train and trace it there."
+            f"profile.steps={self.steps} can trace nothing: the run in {workdir} is done, at step "
+            f"{saved_step} of {num_steps}. Add --workdir {workdir}-profile to train and trace it there."
         )
 
     def check_length(self, num_steps: int) -> None:

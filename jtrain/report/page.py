@@ -120,6 +120,7 @@ def html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # The template calls these by name.
     environment.filters |= {"bars": bars_svg, "json": json.dumps}
     return environment.get_template("page.html").render(
         page=page,

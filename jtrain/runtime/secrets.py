@@ -64,6 +64,7 @@ def _hide_tokens(path: str) -> str:
 
 
 def _is_token(run: str) -> bool:
+    # A word, a number or a hash in hex has two of the three at most.
     return all(re.search(kind, run) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
 
 

@@ -58,8 +58,8 @@ def check_workdir(text: str) -> None:
     folder = Path(text).resolve()
     if folder == Path("/"):
         raise UserError(
-            f"--workdir {text} is the root of the file system, and each run has a folder of its own. Give another one, "
-            "or leave --workdir out for runs/CONFIG."
+            f"--workdir {text} is the root of the file system, and each run has a folder of its own. Give "
+            "another one, or leave --workdir out for runs/CONFIG."
         )
     # The nearest folder that exists: the rest of the path will be made below it. Path.exists may raise.
     existing_parent = next(path for path in (folder, *folder.parents) if os.path.exists(path))

@@ -96,8 +96,8 @@ def class_name(kind: type) -> str:
     """
     if "." in kind.__qualname__ or kind.__module__ == "__main__":
         raise UserError(
-            f"{kind.__module__}.{kind.__qualname__} has no name that another process finds it by. Define it at "
-            "the top of a file."
+            f"{kind.__module__}.{kind.__qualname__} has no name that another process finds it by. Define it "
+            "at the top of a file."
         )
     if not kind.__module__.startswith(_PREFIX):
         return f"{kind.__module__}:{kind.__name__}"

@@ -18,6 +18,7 @@ from jtrain.supervise.heart import STACKS_SIGNAL, VARIABLE, Beat
 from jtrain.supervise.verdict import Watched
 from jtrain.telemetry.alerts import AlertsSpec
 
+# One for all processes: a line of one does not break into a line of another.
 _OUTPUT = threading.Lock()
 
 
@@ -170,6 +171,7 @@ def copy_lines(stream: IO[bytes], target: TextIO, prefix: str) -> None:
     line_start = (b"\r\x1b[K" if target.isatty() else b"") + prefix.encode()
     for line in stream:
         with contextlib.suppress(OSError, ValueError), _OUTPUT:
+            # The last line of a process that was killed may have no end.
             out.write(line_start + line.rstrip(b"\n") + b"\n")
             out.flush()
 

@@ -140,4 +140,5 @@ class Hosts:
     def _read_round(self) -> Round:
         with contextlib.suppress(OSError, ValueError, TypeError):
             return Round(**json.loads(self._agreement.announced("round", seconds=0.0) or ""))
+        # Nobody has announced a round yet, or its text cannot be read.
         return Round(0, "", None, save=False)

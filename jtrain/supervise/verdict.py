@@ -39,6 +39,7 @@ class Watched:
     @property
     def quiet_s(self) -> float:
         """Time since the process entered its phase, or its step."""
+        # What has passed since the beat came, and what the process itself had counted by then.
         return self.beat_age_s + (0.0 if self.beat is None else self.beat.quiet_s)
 
 
@@ -106,6 +107,7 @@ def limit_s(beat: Beat | None, spec: SuperviseSpec) -> float:
         "profile": spec.evaluation_s,
         "checkpoint": spec.checkpoint_s,
     }
+    # All other phases are before the first step or after the last one.
     return limits.get(beat.phase, spec.setup_s)
 
 
@@ -164,5 +166,6 @@ def _split_culprits(processes: Sequence[Watched]) -> tuple[tuple[Watched, ...], 
         # A rule that holds for all, or for none, tells nothing apart.
         if culprits and (len(culprits) < len(processes) or len(processes) == 1):
             return culprits, tuple(process for process in processes if process not in culprits)
+    # No rule tells them apart: all have work of their own, or all wait for each other.
     own_work = tuple(process for process in processes if process.phase not in MEETING)
     return own_work, tuple(process for process in processes if process not in own_work)

@@ -189,7 +189,8 @@ def disk_full(trial: Trial) -> None:
     # A message for the user, not a traceback, and with the path of the full disk.
     if set(attempt.codes.values()) != {AWAY} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(
-            f"on a full disk the run ended with {attempt.codes}; expected 77 and a message that names the disk"
+            f"on a full disk the run ended with {attempt.codes}; expected 77 and a message that names the "
+            "disk"
         )
     _free(trial.workdir.path)
 

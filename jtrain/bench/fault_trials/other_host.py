@@ -38,10 +38,12 @@ def become(host: HostSpec) -> None:
     """Makes this process one of another host."""
     from jtrain.runtime import lease
 
+    # Before other modules import these names.
     lease.this_machine = lambda: host.name
     lease.BEAT_S, lease.STALE_S, lease.WATCH_S = BEAT_S, STALE_S, WATCH_S
     clock_s, jump_at_s = time.time, time.monotonic() + host.after_s
     if host.jump_s:
+        # The monotonic clock does not jump, as on a real host.
         time.time = lambda: clock_s() + (host.jump_s if time.monotonic() > jump_at_s else 0.0)
 
 

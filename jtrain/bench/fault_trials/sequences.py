@@ -61,7 +61,8 @@ def parse(text: str, kinds: Mapping[str, FaultKind]) -> FaultSequence:
     if _contradict(tuple(sequence), kinds):
         on_disk = ", ".join(fault.name for fault in sequence if kinds[fault.name].on_disk)
         raise UserError(
-            f"--sequence {text}: {on_disk} needs a workdir on a disk, the others one in a store. Leave one out."
+            f"--sequence {text}: {on_disk} needs a workdir on a disk, the others one in a store. Leave one "
+            "out."
         )
     return tuple(sequence)
 

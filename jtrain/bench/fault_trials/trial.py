@@ -209,7 +209,8 @@ class Trial:
         self._unpaid_part = state_before.part
         if resumed < state_before.due_step - EVERY_STEPS - lost_steps:
             self.wrong(
-                f"more than one interval lost: at step {state_before.logged_step}, resumed from step {resumed}"
+                f"more than one interval lost: at step {state_before.logged_step}, resumed from step "
+                f"{resumed}"
             )
         if resumed < state_before.newest and not re.search(
             # A newer folder that was passed over must be named in the output.
@@ -220,12 +221,14 @@ class Trial:
         # A whole checkpoint that is not used is lost work.
         if resumed < state_before.committed and not lost_steps:
             self.wrong(
-                f"resumed from step {resumed}, although the checkpoint of step {state_before.committed} is whole"
+                f"resumed from step {resumed}, although the checkpoint of step {state_before.committed} is "
+                "whole"
             )
         # A step without a checkpoint cannot be resumed from: the state would be of another step.
         if resumed > state_before.committed:
             self.wrong(
-                f"resumed from step {resumed}, but the newest checkpoint was that of step {state_before.committed}"
+                f"resumed from step {resumed}, but the newest checkpoint was that of step "
+                f"{state_before.committed}"
             )
 
     def count_lost(self, text: str, logged_step: int) -> None:

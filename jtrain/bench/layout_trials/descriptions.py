@@ -199,6 +199,7 @@ def draw_description(rng: random.Random) -> Description:
         periods = rng.randint(1, max((MAX_LAYERS - len(first) - last) // len(pattern), 1))
         layers = dict(first=first, pattern=pattern, num_layers=len(first) + periods * len(pattern) + last)
         description = with_one_router_loss(tuple((fields | layers).items()))
+        # The parts were taken one by one; together they may still not be.
         if is_taken(description):
             return description
 

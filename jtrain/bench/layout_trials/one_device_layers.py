@@ -21,6 +21,7 @@ def on_one_device(sizes: ModelSizes, norm: NormSpec) -> Any:
     """
 
     def compute(spec: Any, w: dict[str, Any], x_BLD: Any, position_BL: Any, segment_BL: Any) -> Any:
+        # The reference around it runs with 64 bits; layers of jtrain see 32, as in a step.
         with jax.enable_x64(False):
             weights = {path: value.astype(jnp.float32) for path, value in w.items()}
             x32_BLD, segment_BL = x_BLD.astype(jnp.float32), segment_BL.astype(jnp.int32)

@@ -103,8 +103,8 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
     rows = np.concatenate(histograms)
     if len(rows) < 2:
         raise UserError(
-            f"--order: the documents fill {len(rows)} rows of data.seq_len={seq_len:,}, too few to compare. Lower "
-            "data.seq_len."
+            f"--order: the documents fill {len(rows)} rows of data.seq_len={seq_len:,}, too few to compare. "
+            "Lower data.seq_len."
         )
     return rows[np.random.default_rng(1).permutation(len(rows))]
 

@@ -71,6 +71,7 @@ class SharedMemory:
         os.ftruncate(self.descriptor, old_size + max(size, (old_size - HEADER_BYTES) // 2))
         self._map(os.fstat(self.descriptor).st_size)
         self._free_span(old_size, self.size_bytes)
+        # There is room now: the block has grown by at least as much.
         return self.allocate(size_bytes)
 
     def free(self, start: int) -> None:

@@ -211,6 +211,7 @@ def own_weights(schedule: Schedule, weights: Weights) -> Schedule:
     Raises:
       UserError: a weight is negative or not a number, or no weight is above zero.
     """
+    # A constant without weights stands for the weights of the sources.
     if schedule != Constant():
         return schedule
     _check_weights(weights, "data.sources.*.weight")

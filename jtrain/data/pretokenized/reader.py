@@ -177,7 +177,8 @@ class PreparedIndex:
             has_labels = "labels" in self.made_of
             raise UserError(
                 f"{field_of(self.name)}: the adopted index {self.location} holds ids "
-                f"{'whose loss mask is in their labels' if has_labels else 'without a loss mask'}, but {mask} "
+                f"{'whose loss mask is in their labels' if has_labels else 'without a loss mask'}, but "
+                f"{mask} "
                 f"is set. Prepare the text that {field_of(self.name)}.path names, or remove {mask.setting}."
             )
         index_mask, run_mask = (

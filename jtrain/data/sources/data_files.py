@@ -123,6 +123,7 @@ def _base(file: StoredFile) -> str:
 
 
 def _size(files: list[StoredFile]) -> int:
+    # A server that does not tell a size has -1.
     return sum(max(file.size_bytes, 0) for file in files)
 
 

@@ -153,8 +153,8 @@ class Source:
                     )
         if prompt is not None and not all(prompt.split("+")):
             raise UserError(
-                f"{field}.prompt_field={prompt!r} names no field on one side of a +. Write the name of the prompt's "
-                "field, or two of them as 'instruction+input'."
+                f"{field}.prompt_field={prompt!r} names no field on one side of a +. Write the name of the "
+                "prompt's field, or two of them as 'instruction+input'."
             )
         if prompt is not None and mask is not None:
             raise UserError(
@@ -192,12 +192,13 @@ class Source:
         given = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
         if given and self.messages_field is None and self.prompt_field is None:
             raise UserError(
-                f"{field}.{given[0]}={getattr(self, given[0])!r} is for chats. Set {field}.messages_field, or "
-                "remove it."
+                f"{field}.{given[0]}={getattr(self, given[0])!r} is for chats. Set {field}.messages_field, "
+                "or remove it."
             )
         if self.tools_field and self.messages_field is None:
             raise UserError(
-                f"{field}.tools_field={self.tools_field!r} is for chats of one field. Set {field}.messages_field."
+                f"{field}.tools_field={self.tools_field!r} is for chats of one field. Set "
+                f"{field}.messages_field."
             )
         for setting in choices:
             if not self.mask_prompt and setting in given:

@@ -177,8 +177,8 @@ class SampleReader:
             return [(0, length)], ""
         rule, field = self._setup.source.on_too_long, field_of(self._setup.name)
         too_long = (
-            f"document {identity_of(*self._identities, record)}: its {length:,} tokens are more than a row of "
-            f"data.seq_len={self._row_tokens:,}"
+            f"document {identity_of(*self._identities, record)}: its {length:,} tokens are more than a row "
+            f"of data.seq_len={self._row_tokens:,}"
         )
         if rule == "refuse":
             raise BadRecord(

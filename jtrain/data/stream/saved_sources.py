@@ -173,6 +173,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
             else "its files, or what reads them, changed",
             way_out,
         )
+    # The last file of then is now so many places further back.
     num_new = position + 1 - num_saved
     # If the new names are one run: `num_new` names are left out at each position until the fingerprint fits.
     candidates = range(num_saved if num_saved <= _MOST_TRIED else 0)

@@ -66,7 +66,7 @@ class SourceSetup:
         is_template = mask is not None and not mask.rule.template.is_built_in
         if is_template and self.row_tokens is None and self.prepared is None:
             raise UserError(
-                f"{field_of(self.name)}: data.packing='concat' cuts chats at row ends, and a part of the text of "
-                "a chat template is no chat. Remove data.packing, or set chat_template='roles'."
+                f"{field_of(self.name)}: data.packing='concat' cuts chats at row ends, and a part of the "
+                "text of a chat template is no chat. Remove data.packing, or set chat_template='roles'."
             )
         return mask

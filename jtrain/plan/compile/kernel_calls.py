@@ -35,8 +35,8 @@ def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
             return devices[:count]
     raise UserError(
         f"the mesh has {count} devices, but {len(live_devices)} x {live(live_devices[0]).name} are here, and "
-        f"there is no compiler for {count} x {spec.name}. Set the mesh to the devices that are here, such as --set "
-        f"mesh.data={len(live_devices)}, or name another device: {', '.join((*TARGETS, *TPUS))}."
+        f"there is no compiler for {count} x {spec.name}. Set the mesh to the devices that are here, such as "
+        f"--set mesh.data={len(live_devices)}, or name another device: {', '.join((*TARGETS, *TPUS))}."
     )
 
 

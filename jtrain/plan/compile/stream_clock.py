@@ -150,6 +150,7 @@ class StreamClock:
     def _wait(self, end: float) -> None:
         # A transfer that has already ended holds nothing up.
         if end > self._now:
+            # Waits never overlap: the compute stream stands still until `end`.
             self._waits.append((self._now, end))
             self._now = end
 
@@ -170,6 +171,7 @@ class StreamClock:
                 # Seconds that the compute stream waited while the transfer passed, for this one or another.
                 np.sum(np.interp(ends, times, waited_until) - np.interp(begins, times, waited_until))
             )
+            # Not below 0, where rounding makes the exposed part larger than the whole.
             count, hidden_s = len(begins), max(0.0, total_s - exposed_s)
             hops.append(
                 Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, total_s, hidden_s)

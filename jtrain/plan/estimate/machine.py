@@ -90,7 +90,8 @@ def make_machine(
         supported_names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops is not None]
         raise UserError(
             f"--device {name}: its peaks are not published, so no step time can be predicted. Choose one of: "
-            f"{', '.join(supported_names)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
+            f"{', '.join(supported_names)}. For memory alone, run python -m jtrain.launch --config=... "
+            "--dry-run."
         )
     machine = Machine(spec, checked_count(spec, count))
     return machine.changed(host_memory_bytes=host_memory_bytes, network_bytes_per_s=network_bytes_per_s)

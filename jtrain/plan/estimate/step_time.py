@@ -79,7 +79,8 @@ class Assumptions:
         return (
             f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} "
             f"of memory bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of "
-            f"the host link's; gathers of weights overlap with compute but for {self.slowdown_of(device):.0%}, "
+            "the host link's; gathers of weights overlap with compute but for "
+            f"{self.slowdown_of(device):.0%}, "
             "copies to and from the host in the layers wholly, tensor-parallel and end-of-step collectives "
             "not" + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
         )

@@ -95,6 +95,6 @@ def _check_machine(workdir: Path, run_devices: Mapping[str, Any], machine: Machi
     is_other_chip = chip.name in known() and chip.kind not in run_devices["kind"]
     if is_other_chip or run_devices["count"] != machine.count:
         raise UserError(
-            f"--calibrate {workdir}: that run was on {run_devices['count']} x {run_devices['kind']}, and {machine} are "
-            "planned. Give the run's --device and --count."
+            f"--calibrate {workdir}: that run was on {run_devices['count']} x {run_devices['kind']}, and "
+            f"{machine} are planned. Give the run's --device and --count."
         )

@@ -154,8 +154,8 @@ def incast_line(sheet: NetworkSheet) -> str:
     if backlog.senders < 2:
         return "incast: none, one adapter sends to one"
     text = (
-        f"incast: {backlog.senders} senders to one adapter: {show_bytes(backlog.backlog_bytes)} would wait in "
-        "the switch; receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so "
+        f"incast: {backlog.senders} senders to one adapter: {show_bytes(backlog.backlog_bytes)} would wait "
+        "in the switch; receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so "
         f"{show_bytes(backlog.admitted_bytes)} at most"
     )
     # Without the size of the buffer nothing can overflow it.

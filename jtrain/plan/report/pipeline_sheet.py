@@ -157,8 +157,8 @@ def figures(view: ScheduleView) -> list[tuple[str, str]]:
             ),
             (
                 "bytes between stages",
-                f"{gib(max_sent_bytes)} GiB per step and device, at most, each way; permutes after every tick send "
-                f"{gib(permuted)} GiB in all",
+                f"{gib(max_sent_bytes)} GiB per step and device, at most, each way; permutes after every "
+                f"tick send {gib(permuted)} GiB in all",
             ),
             ("memory", f"{gib(view.point.plan.total_bytes)} GiB per device, on all stages"),
             ("step", f"{view.point.step_s:,.4g} s, predicted, not measured"),

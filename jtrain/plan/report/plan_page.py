@@ -172,8 +172,8 @@ def _cost(rows: Sequence[CostRow], facts: Facts) -> list[PageBlock]:
     missing = [f"{row.count:,}" for row in rows if row.cost is None]
     missing_text = f"Nothing fits on {', '.join(missing)} devices. " if missing else ""
     note = (
-        f"{missing_text}The cheapest is bold. Every size has the fastest layout that fits, without pipeline stages, "
-        "and fails as often as Llama 3's devices did (python -m jtrain.plan cost --help)."
+        f"{missing_text}The cheapest is bold. Every size has the fastest layout that fits, without pipeline "
+        "stages, and fails as often as Llama 3's devices did (python -m jtrain.plan cost --help)."
     )
     days = line_chart([(count, cost.days) for count, cost in sizes], "days", counted="devices")
     chart = Picture(days + line_chart(costs, money, counted="devices"))

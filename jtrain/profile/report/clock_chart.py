@@ -105,6 +105,7 @@ def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
         areas: list[str] = []
         for index, track in enumerate(tracks):
             x = [time_s / end_s * WIDTH for time_s in track.time_s]
+            # From 10, the bottom of the lane, up to 0 while the reason holds; from 10 to 10 nothing is drawn.
             high = [0.0 if name in point.split(",") else 10.0 for point in track.reasons]
             hidden_style = "" if index == 0 else ' style="display:none"'
             path = step_area(x, [10.0] * len(x), high, WIDTH)

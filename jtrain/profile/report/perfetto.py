@@ -75,6 +75,7 @@ def _device(
     # Thread 0 has the phases, thread 1 the layers: the order of _LEVELS.
     for thread, group_names in ((0, lambda op: (op.phase,)), (1, lambda op: (op.layer, op.phase))):
         for names, step, first_ns, end_ns in _runs(compute_events, ops, group_names):
+            # The phase is the last name of both groups.
             name, args = names[0] or "unknown", {"step": step, "phase": names[-1]}
             yield _slice_event(device + 1, thread, name, first_ns, end_ns, start_ns, args)
 

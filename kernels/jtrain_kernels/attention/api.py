@@ -105,8 +105,8 @@ def passes_for(
     if name not in PASSES:
         raise UserError(
             f"kernels.attention={name}: this implementation has no passes that a ring could combine, "
-            f"or sinks join. Implementations with passes: {', '.join(PASSES)}. Force one of them, or, without "
-            "sinks, set layout.context_attention=ulysses."
+            f"or sinks join. Implementations with passes: {', '.join(PASSES)}. Force one of them, or, "
+            "without sinks, set layout.context_attention=ulysses."
         )
     # Sorted, because the tuple is a cache key.
     return configured(name, tuple(sorted(choice.config.items())))

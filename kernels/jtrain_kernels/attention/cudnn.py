@@ -113,4 +113,5 @@ def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     # Half, so that adding a finite score cannot overflow to -inf, which would give nan in an empty row.
     lowest = 0.5 * float(jnp.finfo(q_BLNH.dtype).min)
+    # One bias for all heads.
     return jnp.where(same_BLM, 0.0, lowest).astype(q_BLNH.dtype)[:, None]

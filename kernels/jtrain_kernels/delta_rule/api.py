@@ -67,6 +67,7 @@ def delta_rule(
     check_chunk("delta_rule", chunk)
     if normalize:
         q_BLKH, k_BLKH = map(_normalize, (q_BLKH, k_BLKH))
+    # E is the channels of a key, or 1 where all channels of a head share a decay.
     g_BLNE = mask_padding(g if g.ndim == 4 else g[..., None], segment_BL)
     gates = dict(g_BLNE=g_BLNE, beta_BLN=mask_padding(beta_BLN, segment_BL))
     arrays = dict(q_BLKH=q_BLKH, k_BLKH=k_BLKH, v_BLNP=v_BLNP, **gates)

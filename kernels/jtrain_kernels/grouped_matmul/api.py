@@ -59,6 +59,7 @@ def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Ar
         # The kernel is stored once; the transposed product reads it by its other dimension.
         dx_TI = _product(dy_TO, kernel_XIO, group_size_X, transposed=True, block_rows=block_rows)
         dkernel_XIO = _kernel_gradient(x_TI, dy_TO, group_size_X, block_rows=block_rows)
+        # None: sizes of groups are integers.
         return dx_TI, dkernel_XIO.astype(kernel_XIO.dtype), None
 
     matmul.defvjp(forward, backward)

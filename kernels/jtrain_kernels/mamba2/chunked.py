@@ -36,6 +36,7 @@ def mamba2(
     """See `api.mamba2`; the state is that of document 0."""
     (B, L, N, P), K = x_BLNP.shape, b_BLKS.shape[2]
     a_N, d_N = a_N.astype(jnp.float32), d_N.astype(jnp.float32)
+    # One token, as in sampling: a step of the recurrence needs no chunk.
     if L == 1:
         b, c = (jnp.repeat(x[:, 0].astype(jnp.float32), N // K, axis=1) for x in (b_BLKS, c_BLKS))
         state = jnp.where((document_BL == 0)[..., None, None], state_BNSP, 0.0)
@@ -79,6 +80,7 @@ def _group(
 
     def advance(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         keep_BKG, added = chunk
+        # The state before the chunk is what its tokens read.
         return state * keep_BKG[..., None, None] + added, state.astype(dtype)
 
     # Only this runs chunk by chunk; read of the last token is 0 where another document has begun.

@@ -88,6 +88,7 @@ def _scaling(kernels: Sequence[Fp8Kernel]) -> dict[str, Float[Array, "G 3"] | No
 
 
 def _flat(x: Array, kernel: Array) -> tuple[Float[Array, "B _ K"], Float[Array, "K N"]]:
+    # Contracted dimensions lie next to each other in both, so they become one.
     return x.reshape(*x.shape[:2], -1), kernel.reshape(-1, kernel.shape[-1])
 
 

@@ -49,6 +49,7 @@ def _broadcast(scale_C: Float[Array, " C"], ndim: int) -> Float[Array, "..."]:
     return scale_C.astype(jnp.float32).reshape((1,) * (ndim - 1) + scale_C.shape)
 
 
+# Arguments 2 and 3 are no arrays: eps, and the function that is the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def norm_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> Array:
     """`rms_norm` with the given backward pass."""

@@ -52,6 +52,7 @@ class FolderFiles(MutableMapping[str, bytes]):
             raise KeyError(name) from error
         # A store has no folders: one without objects is not there.
         with contextlib.suppress(OSError):
+            # Up to the first folder that holds something else, which rmdir refuses.
             while (path := path.parent) != self._folder:
                 path.rmdir()
 
@@ -100,6 +101,7 @@ class LoopbackStore:
         with serve(store, answer_google) as store.address:
             new = address.with_name("address.new")
             new.write_text(store.address)
+            # In one step, as the harness reads it as soon as it is there.
             new.rename(address)
             threading.Event().wait()
         return 0

@@ -15,6 +15,7 @@ _LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """(magic, version) of an llm.c file -> dtype of its ids, for GPT-2 and for Llama 3."""
 
 _LLM_C_HEADER_BYTES = 1024
+# Ids enough that no text has 0 at every second place by chance.
 _SURELY_IDS = 64
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -39,6 +39,7 @@ def open_arrow(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> "Arr
         return ArrowFile(file, fields)
     except _NotMappable:
         pass
+    # Sorted, as the copy is named by them: the same columns in another order need no other copy.
     names = sorted({_column_name(file, name) for name in fields.read})
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=6).hexdigest()
     path = cache_dir / "files" / f"{file.key}-{digest}.arrow"

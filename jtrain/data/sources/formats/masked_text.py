@@ -215,8 +215,8 @@ def without_input(mask: MaskFields | None, names: Collection[str]) -> str:
     """
     if mask is not None and mask.is_chat and mask.rule.tools_field is None and "tools" in names:
         return (
-            "it has 'tools' beside the messages, which its chat template writes. Set tools_field to 'tools', or "
-            "to '' to leave them out"
+            "it has 'tools' beside the messages, which its chat template writes. Set tools_field to 'tools', "
+            "or to '' to leave them out"
         )
     if mask is None or not mask.is_prompt or mask.field != "instruction" or "input" not in names:
         return ""

@@ -156,6 +156,7 @@ def text_of_json(
             text = field_at(record, text_field)
         except KeyError as error:
             chats = [set_messages(fields.config_path, key) for key, value in record.items() if is_chat(value)]
+            # One way out: the chat, if there is one.
             advice = ". ".join([*chats, f"Set {fields.config_path}.text_field"][:1])
             return bad(f"no field {text_field!r}; {error.args[0]}. {advice}")
         is_answer = mask is not None and mask.is_prompt and is_chat(text)
@@ -203,6 +204,7 @@ def field_at(record: dict[str, Any], path: str) -> Any:
     Raises:
       KeyError: there is none; its argument names the fields that are there.
     """
+    # The path as a whole first: a key may hold dots.
     if path in record:
         return record[path]
     value: Any = record

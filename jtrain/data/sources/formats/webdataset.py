@@ -132,6 +132,7 @@ class TarFile(Records):
                     return
                 start = position + _BLOCK
                 try:
+                    # Bytes 124 to 135 hold the size, 148 to 155 the checksum.
                     size = _number(header[124:136])
                     # The checksum field itself counts as 8 spaces.
                     checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
@@ -184,6 +185,7 @@ def _number(field: bytes) -> int:
 
 def _name(header: bytes) -> str:
     name = header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape")
+    # A ustar header has a field for the folder of a name that is longer than 100 bytes.
     prefix = (
         header[345:500].rstrip(b"\0").decode("utf-8", "surrogateescape")
         if header[257:263] == b"ustar\0"
@@ -208,6 +210,7 @@ def _posix_name(content: bytes) -> str:
         length = int(digits) if space and digits.isdigit() else 0
         if not len(digits) < length <= len(content):
             raise UserError(f"a record of its extended header has no valid length: {content[:40]!r}")
+        # Behind the space, and without the line feed.
         key, _, value = content[len(digits) + 1 : length - 1].partition(b"=")
         if key == b"path":
             return value.decode("utf-8", "surrogateescape")

@@ -59,6 +59,7 @@ def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
     )
 
 
+# Argument 2 is the plan, which is no array.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x_BRK: Float[Array, "B _ K"], kernels: KernelTuple, plan: OverlapPlan) -> KernelTuple:
     """`gathered x @ kernel` for each kernel [K, N]: [B, ranks * R, N] each; x is gathered once."""
