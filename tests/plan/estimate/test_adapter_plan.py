@@ -1,0 +1,33 @@
+"""Plans of shipped configs with an adapter: the frozen base has no moment and no gradient."""
+
+import pytest
+
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.memory import memory
+from jtrain.plan.from_run import plan_job
+
+TRAINED = {"lora_llama8b": 41_943_040, "lora_qwen3_30b_a3b": 843_841_536}
+FROZEN = {"lora_llama8b": 8_030_261_248, "lora_qwen3_30b_a3b": 30_532_122_624}
+
+
+@pytest.mark.parametrize(("name", "count"), [("lora_llama8b", 1), ("lora_qwen3_30b_a3b", 8)])
+def test_a_plan_counts_the_base_once(name: str, count: int) -> None:
+    """Two bytes for each frozen parameter; four and two moments of four for each trained one."""
+    sets = [f"mesh.data={count // 4 or 1}"]
+    job = plan_job(build_run(load_config(name, [], sets)), make_machine("h100", count))
+    trained = sum(p.info.size for p in job.layout.trained)
+    assert trained == TRAINED[name]
+    assert sum(p.info.size for p in job.layout.params) - trained == FROZEN[name]
+    plan = memory(job)
+    devices = job.layout.mesh.size
+    # Norm scales are whole on every device, and so is what does not split.
+    assert 2 * FROZEN[name] + 4 * trained <= plan.parameters * devices < 1.05 * (2 * FROZEN[name] + 4 * trained)
+    assert 8 * trained <= plan.optimizer * devices < 1.1 * 8 * trained
+    assert plan.gradients <= 4 * trained
+    flops, infos = flops_per_token(job.model, seq_len=job.seq_len, infos=job.layout.infos), job.layout.infos
+    matrices = [info for info in infos if info.is_matrix and info.path != "embed_VD"]
+    frozen, own = (sum(i.active_size for i in matrices if i.frozen == f) for f in (True, False))
+    assert flops.matmul_flops == 4 * frozen + 6 * own
