@@ -4,8 +4,8 @@ Each name is in one conversation alone, so a held-out conversation asks about a 
 
     user       How is `read_all_lines` written?
     assistant  in snake case
-    user       And its last letter?
-    assistant  s
+    user       How many words?
+    assistant  three
 """
 
 import json
@@ -47,8 +47,8 @@ def chat_about(name: str) -> dict[str, Any]:
     second, answer = random.Random(name).choice(
         (
             ("How many words?", _NUMBERS[min(len(words_of(name)), len(_NUMBERS)) - 1]),
-            ("And its first letter?", name.strip("_")[0]),
-            ("And its last letter?", name.strip("_")[-1]),
+            ("Does it begin with an underscore?", "yes" if name.startswith("_") else "no"),
+            ("Is a digit in it?", "yes" if re.search(r"\d", name) else "no"),
         )
     )
     turns = ((f"How is `{name}` written?", style_of(name)), (second, answer))

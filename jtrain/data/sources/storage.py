@@ -156,7 +156,7 @@ def _stdlib_chats() -> str:
     from jtrain.data.chat.stdlib_chats import write_stdlib_chats  # lazy: most runs have other sources
 
     version = ".".join(map(str, sys.version_info[:3]))
-    path = Path("~/.cache/jtrain").expanduser() / f"{STDLIB_CHATS}-1-python-{version}.jsonl"
+    path = Path("~/.cache/jtrain").expanduser() / f"{STDLIB_CHATS}-2-python-{version}.jsonl"
     if not path.exists():
         files, _ = _find_local(STDLIB, "data.path")
         write_stdlib_chats((Path(file.location) for file in files), path)

@@ -8,7 +8,6 @@ which an exchange has room for more rows than come.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jtrain.layout.layout import Layout, make_layout
@@ -42,7 +41,8 @@ class PatternSizes:
         self, spec: LayoutSpec, adapter: Adaptation | None, **options: Any
     ) -> tuple[Transformer, Layout]:
         """Model and layout of the trace; attention and loss are in one piece."""
-        model = Transformer(**dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9))
+        fields: dict[str, Any] = dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9)
+        model = Transformer(**fields)
         infos = model.param_infos()
         if adapter is not None:
             infos, options["adapter_scale"] = adapter.infos(infos), 1.0
@@ -68,7 +68,7 @@ def pattern_sizes(
     return PatternSizes(_fields(model), mesh, seq_len, tuple(labels.items()), rings)
 
 
-def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
+def layer_parts(model: Transformer) -> dict[str, Transformer]:
     """Models of one repeated pattern each, by the path of their layers: what is looped over, and what comes before
     and after.
     """
@@ -77,9 +77,9 @@ def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
         FIRST: (model.first, 1),
         LAST: (model.last, 1),
     }
-    fields = dict(_fields(model))
+    fields: dict[str, Any] = dict(_fields(model)) | dict(first=())
     return {
-        path: Transformer(**fields | dict(first=(), pattern=blocks, num_layers=repeats * len(blocks)))
+        path: Transformer(**fields | {"pattern": blocks, "num_layers": repeats * len(blocks)})
         for path, (blocks, repeats) in parts.items()
         if blocks
     }

@@ -154,7 +154,7 @@ class StepDescription:
     seq_len: int
 
     @functools.cached_property
-    def _layer_models(self) -> Mapping[str, Transformer]:
+    def _layer_models(self) -> dict[str, Transformer]:
         """Model of each part of the layers by its path; the whole model where all layers are alike."""
         has_parts = self.model.pattern and self.layout.pipeline is None
         return layer_parts(self.model) if has_parts else {"layers": self.model}
@@ -246,7 +246,8 @@ class StepDescription:
         products: list[StepProduct] = []
         of_layers: list[tuple[PartName, _TraceAndValues]] = [("layers", one) for one in self._layers.values()]
         # An embedding is a look-up, and the end of a step multiplies nothing.
-        for part, (trace, values) in (*of_layers, ("loss", self._others["loss"])):
+        of_loss: tuple[PartName, _TraceAndValues] = ("loss", self._others["loss"])
+        for part, (trace, values) in (*of_layers, of_loss):
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
                 # A trace is of one microbatch, or of one layer of a pipeline.
@@ -314,7 +315,9 @@ class StepDescription:
         of_layers: list[tuple[PartName, str, _TraceAndValues]] = [
             ("layers", path, one) for path, one in self._layers.items()
         ]
-        others = [(part, "", one) for part, one in self._others.items()]
+        others: list[tuple[PartName, str, _TraceAndValues]] = [
+            (part, "", one) for part, one in self._others.items()
+        ]
         for part, path, (trace, values) in of_layers + others:
             # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches
