@@ -22,7 +22,7 @@ from jtrain.hf.model_config import config_from_model, family_of, model_from_conf
 from jtrain.hf.model_files import open_tensors, read_config
 from jtrain.hf.prove import evaluator
 from jtrain.layout.constants import IGNORE
-from jtrain.layout.dims import Batch
+from jtrain.layout.dims import ADAPTER, Batch
 from jtrain.model.param import Params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -69,6 +69,13 @@ class OneDevice:
     def _run(self, arrays: Arrays, params: Params) -> Any:
         batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
         return self._evaluate(params, batch, jnp.float32(1.0))
+
+
+def without_adapter(params: Any) -> Params:
+    """The parameters of the model itself; an adapter adds nothing before its first update."""
+    if not isinstance(params, dict):
+        return params
+    return {name: without_adapter(value) for name, value in params.items() if not name.endswith(ADAPTER)}
 
 
 def without_losses_of_rows(model: Transformer) -> Transformer:

@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jtrain.check.adapter import adapter_off_is_base
 from jtrain.check.interruption import resume_is_unbroken
 from jtrain.check.layouts import Reference
 from jtrain.check.lines import DoesNotApply
 from jtrain.check.memory import MemoryPlan
-from jtrain.check.packing import OneDevice, check_positions, export_is_import, packed_is_alone
+from jtrain.check.packing import (
+    OneDevice,
+    check_positions,
+    export_is_import,
+    packed_is_alone,
+    without_adapter,
+)
 from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
 from jtrain.check.small_run import SmallRuns, small_data
@@ -66,7 +73,7 @@ class Check:
         yield from self._layouts()
         yield "accumulation = one batch", self._accumulation
         yield "export = import", self._export
-        yield "adapter off = base", _adapter
+        yield "adapter off = base", self._adapter
         yield "resume = unbroken", self._resume
         yield (
             "plan = compiler",
@@ -129,7 +136,7 @@ class Check:
     @functools.cached_property
     def device(self) -> OneDevice:
         """The small model on one device."""
-        return OneDevice(self.plain.model, self.reference.first_state.params)
+        return OneDevice(self.plain.model, without_adapter(self.reference.first_state.params))
 
     def _packed(self) -> str:
         # First: it computes nothing.
@@ -163,13 +170,15 @@ class Check:
         end_id = min(self.small_dataset.tokenizer.end_id, last)
         return export_is_import(self.device, self.samples[0][1], begin_id=end_id, end_id=end_id)
 
+    def _adapter(self) -> str:
+        if self.run.adapter is None:
+            raise DoesNotApply("the run has no adapter")
+        infos = self.plain.param_infos()
+        return adapter_off_is_base(self.reference.course, infos, self.device, self.samples[0][0])
+
     def _resume(self) -> str:
         # The ids of the tokenizer, of which a model may have more.
         vocab_size = min(self.run.model.vocab_size, -(-self.small_dataset.vocab_size // 16) * 16)
         run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, vocab_size)
         with tempfile.TemporaryDirectory() as scratch:
             return resume_is_unbroken(run, self.config_text, Path(scratch))
-
-
-def _adapter() -> str:
-    raise DoesNotApply("the run has no adapter")

@@ -23,6 +23,8 @@ DEVICES = 8
 """Emulated devices: three axes of two."""
 STEPS = 4
 """Steps of the run that is interrupted in its middle."""
+RANK = 8
+"""Largest rank of a small adapter."""
 LARGE_RATE = 1e-2
 """Least rate of the compared updates, so that they are far larger than what float32 rounds of a weight."""
 _FLOAT32 = PrecisionSpec(
@@ -78,8 +80,11 @@ class SmallRuns:
             kernels=(),
             precision=_FLOAT32,
             model=self.model(vocab_size),
-            # An adapter's base has other sizes; steps with adapters have tests of their own.
-            adapter=None,
+            # The base is as large as the run's model: a small one is drawn.
+            adapter=self.run.adapter
+            and dataclasses.replace(
+                self.run.adapter, base=None, base_dtype=None, rank=min(self.run.adapter.rank, RANK)
+            ),
             # The formula of the updates; how their state is stored has tests of its own.
             optimizer=dataclasses.replace(
                 optimizer,
