@@ -4,7 +4,8 @@
     jtrain data inspect --config=tiny_sft --tokens
     jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
-Measured: TODO
+Measured on a machine that others used as well, 2026-11-28: no exact answer to 200 held-out questions before, 65.5 %
+after 100 steps of a schedule of 300. The seconds of the whole run on two idle cores are still to be measured.
 """
 
 import fiddle as fdl
