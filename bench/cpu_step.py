@@ -152,6 +152,7 @@ def maxtext_step_ms(python: str, count: int) -> list[float]:
     log = process.stdout + process.stderr
     # MaxText logs this line once per step.
     seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([0-9.]+)", log)]
+    # Fewer lines are those of a program that failed; its log says why.
     if len(seconds) != 3 + count:
         raise RuntimeError(
             f"MaxText wrote {len(seconds)} of {3 + count} steps: {shlex.join(command)}\n{log[-3000:]}"

@@ -82,6 +82,7 @@ def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
     spec = PackedText(
         sources=mixed,
         mixture=mixture,
+        # Eight documents fill a row, so that a step reads the same number at all times.
         seq_len=8 * (DOCUMENT_CHARACTERS + 1),  # and the end token
         global_batch=DOCUMENTS // 8,
         eval_fraction=0.0,

@@ -121,6 +121,7 @@ def overlap_row(
     best = min(times_s, key=lambda blocks: times_s[blocks])
     # Every rank sends to all others: (ranks - 1) * size rows in total, read and written once.
     sent = normal(2, (ranks - 1) * size, size)
+    # To negate is to read and write each element once, as a copy does; XLA would drop a plain copy.
     copy_s = seconds(jax.jit(lambda sent: -sent), sent, calls=calls)
     label = (
         f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"

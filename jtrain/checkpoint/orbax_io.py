@@ -57,6 +57,7 @@ def _teach_orbax() -> None:
 
     def normalize(path: str) -> str:
         text = os.path.normpath(path)
+        # `normpath` has made one slash of two.
         return text.replace(":/", "://", 1) if path.startswith(_SCHEMES) else text
 
     # Orbax has no setting for other schemes: three of its functions are replaced.
@@ -93,6 +94,7 @@ class _PlacedArrays(ocp.type_handlers.ArrayHandler):
             if not layer_order.is_placed(like):
                 unplaced.append((info, arg))
                 continue
+            # Chunks are files here, not entries of an OCDBT database.
             spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=False)
             stored = await ts.open(spec, open=True, context=info.ts_context)
             arrays_by_name[info.name] = await layer_order.read_placed(stored, like, self._order)

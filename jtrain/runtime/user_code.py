@@ -94,6 +94,7 @@ def class_name(kind: type) -> str:
     Raises:
       UserError: the class is not at the top of its file.
     """
+    # A class inside a function or another class, or of a script: no import finds it.
     if "." in kind.__qualname__ or kind.__module__ == "__main__":
         raise UserError(
             f"{kind.__module__}.{kind.__qualname__} has no name that another process finds it by. Define it "
@@ -133,6 +134,7 @@ def load_python_file(path: Path) -> types.ModuleType:
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     with located(path):
+        # Before the file runs: the hash is of the source that is executed.
         digest = source_hash(str(path))
         # A class finds its file by the name of its module.
         sys.modules[name] = module

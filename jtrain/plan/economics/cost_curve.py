@@ -68,6 +68,7 @@ class CostRow:
             "usd": self.cost.usd,
             "mwh": None if energy is None else energy / J_PER_KWH / 1000,
             "joules_per_token": None if energy is None else energy / self.cost.tokens,
+            # A tonne is 1e6 g.
             "co2_tonnes": None if energy is None else energy / J_PER_KWH * carbon_g_per_kwh / 1e6,
         }
 

@@ -93,6 +93,7 @@ class Link:
         be sent meanwhile.
         """
         has_ended = threading.Event()
+        # Four signs of life in the time that the other end waits for one.
         beat_s = (self.connection.gettimeout() or SILENCE_S) / 4
 
         def beat() -> None:
@@ -156,6 +157,7 @@ def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
     try:
         while filled < size_bytes:
             if limit_s is not None:
+                # Above 0, which would make the socket a non-blocking one.
                 connection.settimeout(max(1e-3, until_s - time.monotonic()))
             if not (count := connection.recv_into(target[filled:])):
                 raise ended_early(filled, size_bytes)

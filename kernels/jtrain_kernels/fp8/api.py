@@ -120,6 +120,7 @@ def _forward(
     seen_3: Array | None,
     rounded: tuple[Array, Array] | None,
 ) -> tuple[Array, Any]:
+    # Its value is never read: it is there for its cotangent.
     del seen_3
     # The amax is computed even with delayed scaling: it enters the history in the backward pass.
     dtype, x_amax = x_TI.dtype, checkpoint_name(largest(x_TI), AMAX)
@@ -127,6 +128,7 @@ def _forward(
         x_scale = scale_of(x_amax, FORWARD)
         kernel_scale = scale_of(checkpoint_name(largest(kernel_IO), AMAX), FORWARD)
     else:
+        # In the order of `history.ROLES`: x, the weight, the gradient of the result.
         x_scale, kernel_scale = scale_3[0], scale_3[1]
     x8_TI = quantised(x_TI, x_scale, FORWARD)
     kernel8_IO = quantised(kernel_IO, kernel_scale, FORWARD) if rounded is None else rounded[0]
