@@ -56,7 +56,7 @@ def pattern_sizes(
     """The sizes with which the layers of a model are traced."""
     tokens = seq_len // mesh.context
     sizes = {seq_len, *mesh.shape.values(), *(size for info in model.param_infos() for size in info.shape)}
-    primes = [n for n in range(3, 200) if _is_prime(n) and all(size % n for size in sizes)]
+    primes = [n for n in range(3, 200) if is_prime(n) and all(size % n for size in sizes)]
     router, labels = model.router, dict[str, int]()
     if mesh.expert > 1 and router is not None:
         labels["e"] = primes.pop(0)
@@ -77,9 +77,9 @@ def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
         FIRST: (model.first, 1),
         LAST: (model.last, 1),
     }
-    fields = dict(_fields(model))
+    fields: dict[str, Any] = dict(_fields(model))
     return {
-        path: Transformer(**fields | dict(first=(), pattern=blocks, num_layers=repeats * len(blocks)))
+        path: Transformer(**{**fields, "first": (), "pattern": blocks, "num_layers": repeats * len(blocks)})
         for path, (blocks, repeats) in parts.items()
         if blocks
     }
@@ -108,5 +108,6 @@ def _with_experts(model: Transformer, label: int, expert: int) -> Transformer:
 
 
 @functools.cache
-def _is_prime(number: int) -> bool:
+def is_prime(number: int) -> bool:
+    """True for a number that only 1 and itself divide."""
     return all(number % k for k in range(2, math.isqrt(number) + 1))
