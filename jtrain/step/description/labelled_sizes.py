@@ -24,7 +24,7 @@ from jtrain.model.saved_activations import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import PART_COLUMNS, num_parts
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.step.description.pattern_sizes import PatternSizes, pattern_sizes
+from jtrain.step.description.pattern_sizes import PatternSizes, is_prime, pattern_sizes
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
@@ -240,7 +240,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
         # numbers.
         smallest = 3 if layout_class.precision.matmul_dtype == "compute" else 5
-        smallest_primes = (n for n in range(smallest, 30) if _is_prime(n) and fixed_factors % n)
+        smallest_primes = (n for n in range(smallest, 30) if is_prime(n) and fixed_factors % n)
         # x before c: with `few` a device has fewer experts, x, than a token chooses, c. Otherwise x is one of
         # the larger primes below.
         labels = {letter: next(smallest_primes) for letter in ("xc" if layout_class.few else "c")}
@@ -249,8 +249,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     # in 32 bits, so their labels are small.
     first_prime = 5 if layout_class.pieces == 1 else 11
     small_primes, large_primes = (
-        (n for n in range(first, 10_000) if _is_prime(n) and fixed_factors % n)
-        for first in (first_prime, 101)
+        (n for n in range(first, 10_000) if is_prime(n) and fixed_factors % n) for first in (first_prime, 101)
     )
     # Several pieces need many tokens: rows and positions get large primes.
     many = "bl" if layout_class.pieces > 1 else ""
@@ -284,7 +283,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         labels |= {"u": 1009, "m": 7}
         chunked = labels["u"] * (tensor * stages if layout_class.in_parts else 1)
         # A prime too, so that its factor shows which arrays have the length of a chunk.
-        chunk = next(n for n in range(-(-chunked // labels["m"]), chunked) if _is_prime(n))
+        chunk = next(n for n in range(-(-chunked // labels["m"]), chunked) if is_prime(n))
         labels["q"], rows, positions = chunk, 1, labels["u"] * stages
         if layout_class.in_parts:
             # The largest prime below PART_COLUMNS, so that the vocabulary is gathered in exactly n parts.
@@ -330,10 +329,6 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # The last ring of the torus includes `context`: ZeRO shards over both.
         layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * context))
     return LabelledSizes(model, layout, rows, positions * tensor * context, labels)
-
-
-def _is_prime(number: int) -> bool:
-    return all(number % k for k in range(2, math.isqrt(number) + 1))
 
 
 def label_values(

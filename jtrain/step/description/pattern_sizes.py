@@ -8,6 +8,7 @@ which an exchange has room for more rows than come.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jtrain.layout.layout import Layout, make_layout
@@ -41,8 +42,7 @@ class PatternSizes:
         self, spec: LayoutSpec, adapter: Adaptation | None, **options: Any
     ) -> tuple[Transformer, Layout]:
         """Model and layout of the trace; attention and loss are in one piece."""
-        fields: dict[str, Any] = dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9)
-        model = Transformer(**fields)
+        model = Transformer(**dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9))
         infos = model.param_infos()
         if adapter is not None:
             infos, options["adapter_scale"] = adapter.infos(infos), 1.0
@@ -56,7 +56,7 @@ def pattern_sizes(
     """The sizes with which the layers of a model are traced."""
     tokens = seq_len // mesh.context
     sizes = {seq_len, *mesh.shape.values(), *(size for info in model.param_infos() for size in info.shape)}
-    primes = [n for n in range(3, 200) if _is_prime(n) and all(size % n for size in sizes)]
+    primes = [n for n in range(3, 200) if is_prime(n) and all(size % n for size in sizes)]
     router, labels = model.router, dict[str, int]()
     if mesh.expert > 1 and router is not None:
         labels["e"] = primes.pop(0)
@@ -68,7 +68,7 @@ def pattern_sizes(
     return PatternSizes(_fields(model), mesh, seq_len, tuple(labels.items()), rings)
 
 
-def layer_parts(model: Transformer) -> dict[str, Transformer]:
+def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
     """Models of one repeated pattern each, by the path of their layers: what is looped over, and what comes before
     and after.
     """
@@ -77,9 +77,9 @@ def layer_parts(model: Transformer) -> dict[str, Transformer]:
         FIRST: (model.first, 1),
         LAST: (model.last, 1),
     }
-    fields: dict[str, Any] = dict(_fields(model)) | dict(first=())
+    fields: dict[str, Any] = dict(_fields(model))
     return {
-        path: Transformer(**fields | {"pattern": blocks, "num_layers": repeats * len(blocks)})
+        path: Transformer(**{**fields, "first": (), "pattern": blocks, "num_layers": repeats * len(blocks)})
         for path, (blocks, repeats) in parts.items()
         if blocks
     }
@@ -108,5 +108,6 @@ def _with_experts(model: Transformer, label: int, expert: int) -> Transformer:
 
 
 @functools.cache
-def _is_prime(number: int) -> bool:
+def is_prime(number: int) -> bool:
+    """True for a number that only 1 and itself divide."""
     return all(number % k for k in range(2, math.isqrt(number) + 1))

@@ -154,7 +154,7 @@ class StepDescription:
     seq_len: int
 
     @functools.cached_property
-    def _layer_models(self) -> dict[str, Transformer]:
+    def _layer_models(self) -> Mapping[str, Transformer]:
         """Model of each part of the layers by its path; the whole model where all layers are alike."""
         has_parts = self.model.pattern and self.layout.pipeline is None
         return layer_parts(self.model) if has_parts else {"layers": self.model}
@@ -163,7 +163,7 @@ class StepDescription:
     def _saved(self) -> tuple[dict[str, int], dict[str, tuple[SavedArray, ...]]]:
         """Bytes of each named array of a layer, and the arrays that a layer of each part saves."""
         named_bytes, saved = dict[str, int](), dict[str, tuple[SavedArray, ...]]()
-        for path, model in reversed(self._layer_models.items()):
+        for path, model in reversed([*self._layer_models.items()]):
             named_bytes, saved[path] = self._saved_by(model)
         return named_bytes, saved
 
@@ -244,10 +244,10 @@ class StepDescription:
     def products(self) -> list[StepProduct]:
         """The products with weights on one device."""
         products: list[StepProduct] = []
-        of_layers: list[tuple[PartName, _TraceAndValues]] = [("layers", one) for one in self._layers.values()]
+        parts: list[tuple[PartName, _TraceAndValues]] = [("layers", one) for one in self._layers.values()]
         # An embedding is a look-up, and the end of a step multiplies nothing.
-        of_loss: tuple[PartName, _TraceAndValues] = ("loss", self._others["loss"])
-        for part, (trace, values) in (*of_layers, of_loss):
+        parts.append(("loss", self._others["loss"]))
+        for part, (trace, values) in parts:
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
                 # A trace is of one microbatch, or of one layer of a pipeline.
@@ -312,13 +312,11 @@ class StepDescription:
         """The collectives, with an elementwise optimizer; those of one device are not sent and not listed."""
         layout, shape = self.layout, self.layout.mesh.shape
         collectives: list[StepCollective] = []
-        of_layers: list[tuple[PartName, str, _TraceAndValues]] = [
+        parts: list[tuple[PartName, str, _TraceAndValues]] = [
             ("layers", path, one) for path, one in self._layers.items()
         ]
-        others: list[tuple[PartName, str, _TraceAndValues]] = [
-            (part, "", one) for part, one in self._others.items()
-        ]
-        for part, path, (trace, values) in of_layers + others:
+        parts += [(part, "", one) for part, one in self._others.items()]
+        for part, path, (trace, values) in parts:
             # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches
             if part == "layers" and layout.pipeline is not None:
