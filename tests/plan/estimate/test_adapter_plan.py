@@ -24,7 +24,9 @@ def test_a_plan_counts_the_base_once(name: str, count: int) -> None:
     plan = memory(job)
     devices = job.layout.mesh.size
     # Norm scales are whole on every device, and so is what does not split.
-    assert 2 * FROZEN[name] + 4 * trained <= plan.parameters * devices < 1.05 * (2 * FROZEN[name] + 4 * trained)
+    assert (
+        2 * FROZEN[name] + 4 * trained <= plan.parameters * devices < 1.05 * (2 * FROZEN[name] + 4 * trained)
+    )
     assert 8 * trained <= plan.optimizer * devices < 1.1 * 8 * trained
     assert plan.gradients <= 4 * trained
     flops, infos = flops_per_token(job.model, seq_len=job.seq_len, infos=job.layout.infos), job.layout.infos
