@@ -35,6 +35,15 @@ def add_export_options(parser: Parser) -> None:
         metavar="NAME",
         help="names of tensors: a model_type, or path/to/file.py:function of your own (default: the model's)",
     )
+    _add_adapter(parser)
+
+
+def _add_adapter(parser: Parser) -> None:
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the run's adapter as a folder of peft (default: the model with the adapter merged)",
+    )
 
 
 def add_import_options(parser: Parser) -> None:
@@ -71,7 +80,14 @@ def export(args: Args) -> int:
     _start_jax()
     from jtrain.hf import workdirs
 
-    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype, family_name=args.family)
+    workdirs.export(
+        args.workdir,
+        args.out,
+        step=args.step,
+        dtype=args.dtype,
+        family_name=args.family,
+        only_adapter=args.adapter,
+    )
     return 0
 
 

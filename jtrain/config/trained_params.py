@@ -43,9 +43,7 @@ def read_params(
     if run.adapter is None:
         params = map_params(lambda info: like(info, dtype_of(info)), infos)
         return checkpoints.restore_part(step, {"params": params})["params"]
-    trained = map_params(lambda info: like(info, own), tuple(info for info in infos if not info.frozen))
-    words = jax.ShapeDtypeStruct((WORDS,), "uint32", sharding=sharding)
-    saved = checkpoints.restore_part(step, {"params": trained, "base_hash": words})
+    saved = _read_saved(checkpoints, step, run)
     base_likes = map_params(lambda info: like(info, info.dtype or own), _base_infos(run))
     base = read_base(run, base_likes, None)
     if base is None:
@@ -56,6 +54,22 @@ def read_params(
     check_base(run, saved["base_hash"], hash_base(infos, base))
     everything = map_params(lambda info: at_path(base if info.frozen else saved["params"], info.path), infos)
     return merge(infos, everything, run.adapter.scale, dtype_of)
+
+
+def read_trained(checkpoints: Checkpoints, step: int, run: Run) -> Params:
+    """Reads what a run with an adapter trains onto one device: A and B, and parameters that are trained whole."""
+    return _read_saved(checkpoints, step, run)["params"]
+
+
+def _read_saved(checkpoints: Checkpoints, step: int, run: Run) -> Params:
+    """Trained parameters of a checkpoint, and the hash of its base."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    trained = map_params(
+        lambda info: jax.ShapeDtypeStruct(info.shape, run.precision.param_dtype, sharding=sharding),
+        tuple(info for info in run.param_infos() if not info.frozen),
+    )
+    words = jax.ShapeDtypeStruct((WORDS,), "uint32", sharding=sharding)
+    return checkpoints.restore_part(step, {"params": trained, "base_hash": words})
 
 
 def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params | None:

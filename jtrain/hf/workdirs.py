@@ -19,7 +19,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint
 from jtrain.config.run import Run, build_run, check_vocabulary
-from jtrain.config.trained_params import read_params
+from jtrain.config.trained_params import read_params, read_trained
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
@@ -28,6 +28,7 @@ from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_l
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.hf.model_files import open_tensors, read_config
+from jtrain.hf.peft_folders import write_adapter
 from jtrain.hf.selection import select, text_tensors
 from jtrain.layout.dims import ParamInfo
 from jtrain.model.families import FAMILIES
@@ -42,7 +43,13 @@ from jtrain.step.state import TrainState
 
 
 def export(
-    workdir: str, out: Path, *, step: int | None, dtype: str | None, family_name: str | None = None
+    workdir: str,
+    out: Path,
+    *,
+    step: int | None,
+    dtype: str | None,
+    family_name: str | None = None,
+    only_adapter: bool = False,
 ) -> None:
     """Writes a checkpoint of a run as a model directory, and prints what it wrote.
 
@@ -51,6 +58,7 @@ def export(
       dtype: of the weights; None for the run's `precision.param_dtype`.
       family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
         family that describes the model.
+      only_adapter: writes A and B of its adapter as a folder of peft instead.
 
     Raises:
       FileError: there is no checkpoint, or `out` is not empty.
@@ -64,6 +72,10 @@ def export(
             newest = checkpoints.latest_step() if step is None else step
             try:
                 newest, run = open_checkpoint(checkpoints, newest)
+                if only_adapter:
+                    names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
+                    print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
+                    return
                 dtype = dtype or run.precision.param_dtype
                 their_config = _config(run, family, dtype)
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
@@ -85,6 +97,18 @@ def export(
     )
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
+
+
+def _export_adapter(
+    checkpoints: Checkpoints, step: int, run: Run, out: Path, dtype: str, family: Family | None
+) -> list[str]:
+    """Writes the adapter of a checkpoint as a folder of peft; returns the names of its files."""
+    if run.adapter is None:
+        raise UserError(f"--adapter: {checkpoints.folder} is of a run without one. Leave out --adapter.")
+    params = read_trained(checkpoints, step, run)
+    return write_adapter(
+        out, params, run.model, run.adapter, dtype=dtype, base=run.adapter.base or "", family=family
+    )
 
 
 def _constant(dtype: str, info: ParamInfo) -> str:

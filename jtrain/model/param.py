@@ -97,6 +97,14 @@ def at_path(tree: Mapping[str, Any], path: str) -> Any:
     return functools.reduce(operator.getitem, path.split("."), tree)
 
 
+def merge_trees(first: Mapping[str, Any], second: Mapping[str, Any]) -> Params:
+    """The leaves of two trees, of which none is in both."""
+    merged = {**first, **second}
+    for name in first.keys() & second.keys():
+        merged[name] = merge_trees(first[name], second[name])
+    return merged
+
+
 def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Mapping[str, Any]) -> Params:
     """Nested dict of `fn(info, leaf of each tree)` for every parameter."""
     mapped: Params = {}

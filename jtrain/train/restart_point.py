@@ -13,8 +13,10 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.restoring import Restored
 from jtrain.config.trained_params import check_base, read_base
+from jtrain.hf.peft_folders import read_adapter
+from jtrain.layout.dims import ParamInfo
 from jtrain.model.adapters.base_hash import hash_base
-from jtrain.model.param import Params, map_params
+from jtrain.model.param import Params, map_params, merge_trees
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState
 from jtrain.step.state import TrainState, abstract_state, init_state, with_base, without_base
@@ -85,8 +87,10 @@ class RestartPoint:
         parts = setup.job.layout, setup.optimizer, setup.mesh
         if setup.run.adapter is None:
             return init_state(*parts, seed=setup.run.seed)
-        base = self._read_base()
-        state = init_state(*parts, seed=setup.run.seed, base=base)
+        given = self._read_base() or {}
+        if setup.run.adapter.start is not None:
+            given = merge_trees(given, self._read_start(Path(setup.run.adapter.start)))
+        state = init_state(*parts, seed=setup.run.seed, base=given)
         return dataclasses.replace(state, base_hash=replicate(setup.mesh, self._hash(state.params)))
 
     def _complete(self, state: TrainState) -> TrainState:
@@ -110,6 +114,22 @@ class RestartPoint:
         likes = self._abstract_state().params
         infos = tuple(p.info for p in layout.params if not p.info.is_adapter)
         return read_base(self.setup.run, map_params(lambda _, like: like, infos, likes), layout.layer_order)
+
+    def _read_start(self, folder: Path) -> Params:
+        """A and B of a folder of peft, as the state has them."""
+        run, likes = self.setup.run, self._abstract_state().params
+        assert run.adapter is not None
+        arrays = read_adapter(folder, run.model, run.adapter)
+        infos = tuple(p.info for p in self.setup.job.layout.params if p.info.is_adapter)
+
+        def place(info: ParamInfo, like: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
+            if info.layer_order is not None:
+                # -1, an identity layer, is the row of zeros behind the last.
+                value = np.concatenate([value, np.zeros_like(value[:1])])[list(info.layer_order)]
+            value = value.astype(like.dtype)
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: value[index])
+
+        return map_params(place, infos, likes, arrays)
 
     def _hash(self, params: Params) -> np.ndarray:
         return hash_base(tuple(p.info for p in self.setup.job.layout.params), params)

