@@ -42,7 +42,8 @@ class PatternSizes:
         self, spec: LayoutSpec, adapter: Adaptation | None, **options: Any
     ) -> tuple[Transformer, Layout]:
         """Model and layout of the trace; attention and loss are in one piece."""
-        model = Transformer(**dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9))
+        fields: dict[str, Any] = dict(self.fields) | dict(attention_chunk=10**9, loss_chunk_tokens=10**9)
+        model = Transformer(**fields)
         infos = model.param_infos()
         if adapter is not None:
             infos, options["adapter_scale"] = adapter.infos(infos), 1.0

@@ -315,7 +315,7 @@ class StepDescription:
         parts: list[tuple[PartName, str, _TraceAndValues]] = [
             ("layers", path, one) for path, one in self._layers.items()
         ]
-        parts += [(part, "", one) for part, one in self._others.items()]
+        parts.extend((part, "", one) for part, one in self._others.items())
         for part, path, (trace, values) in parts:
             # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches
