@@ -13,13 +13,14 @@ import fiddle as fdl
 from jtrain.config.load import load_config
 from jtrain.config.run import Run
 from jtrain.data import PackedText, Source
+from jtrain.model.adapters.lora import LoRA
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.recurrent.conv_mixer import ShortConvSpec
 from jtrain.optim import Cosine, Muon
 
 CHATS = "chats.jsonl"
-EXAMPLES = ("text", "chats", "convolutions", "muon")
+EXAMPLES = ("text", "chats", "convolutions", "muon", "lora")
 STOP = "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -89,6 +90,13 @@ def convolutions() -> fdl.Config[Run]:
     """Layers with a short convolution beside attention."""
     run = text()
     run.model.pattern = (BlockSpec(ShortConvSpec()), BlockSpec(AttentionSpec()))
+    return run
+
+
+def lora() -> fdl.Config[Run]:
+    """Adapters of all matrices."""
+    run = text()
+    run.adapter = fdl.Config(LoRA, rank=4)
     return run
 
 

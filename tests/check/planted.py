@@ -22,7 +22,7 @@ class PlantedBug(NamedTuple):
 
 
 BUGS = {
-    # What others shipped: section 2 of the reference on fine-tuning, without what needs an adapter.
+    # What others shipped: section 2 of the reference on fine-tuning.
     "masks under packing: the prompt of another row is masked": PlantedBug(
         "jtrain/data/loss_mask.py",
         "tokens_before - tokens_before[first_of_row]",
@@ -73,6 +73,13 @@ BUGS = {
         "return None, model.token_nats(weights, part, placement)",
         words_of("text"),
         "packed = alone",
+    ),
+    "an adapter that is not nothing at the start": PlantedBug(
+        "jtrain/model/adapters/lora.py",
+        "(rank, *info.shape[outs]), 0.0),",
+        "(rank, *info.shape[outs]), std),",
+        words_of("lora"),
+        "adapter off = base",
     ),
     # Of our own.
     "the stop token is not learned": PlantedBug(

@@ -10,7 +10,7 @@ from tests.check.example_runs import check, words_of, write_chats
 from tests.planting import ROOT
 
 TEXT = ("data.path=stdlib", "data.tokenizer=bytes")
-DRAWN = 8
+DRAWN = 7
 BUDGET_S = 90
 RUNS: dict[str, tuple[str, ...]] = {
     "gemma3_12b": words_of("gemma3_12b", *TEXT, "mesh.data=2"),
@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "chats, accumulated": words_of("chats", "layout.microbatches=4", "precision.param_dtype=bfloat16"),
     "chats, a mean per sample": words_of("chats", "objective.mean=per_sample", "mesh.context=2"),
     "tiny_sft": words_of("tiny_sft"),
+    "lora": words_of("lora", "mesh.data=2"),
     "convolutions": words_of("convolutions", "mesh.context=2", "mesh.tensor=2"),
     "muon": words_of("muon", "mesh.data=2", "mesh.tensor=2", "layout.zero_stage=1"),
     "8-bit moments": words_of("text", "optimizer.moment_dtype=int8", "layout.offload.optimizer=0.5"),
