@@ -49,7 +49,7 @@ class Worst:
 
     def add(self, label: str, difference: float, bound: float, *, is_tensor: bool = True) -> None:
         """Takes another difference; one that is no number is over every bound."""
-        share = difference / bound if bound else float(difference != 0) * np.inf
+        share = difference / bound if bound else (np.inf if difference else 0.0)
         share = share if np.isfinite(difference) else np.inf
         # Not `share > 1`, which no nan is.
         is_over = not share <= 1

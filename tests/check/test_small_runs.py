@@ -144,6 +144,9 @@ def test_the_record_that_differs_is_found(sample: Sample) -> None:
     assert bisect(pieces, lambda some: pieces[5] in some) == pieces[5].place
     assert "together" in bisect(pieces, lambda some: pieces[0] in some and pieces[-1] in some)
     worst = Worst()
+    # What is frozen may not move at all, and does not.
+    worst.add("update of c", 0.0, 0.0)
+    worst.refuse()
     worst.add("loss", 5.0, 1.0, is_tensor=False)
     worst.add("gradient of a", 2.0, 1.0)
     worst.add("gradient of b", float("nan"), 1.0)
