@@ -5,7 +5,8 @@
     jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
 Measured on a machine that others used as well, 2026-11-28: no exact answer to 200 held-out questions before, 65.5 %
-after 100 steps of a schedule of 300. The seconds of the whole run on two idle cores are still to be measured.
+after 100 steps of a schedule of 300, when it was also asked for letters of the name, which is harder. The whole run on
+two idle cores is still to be measured.
 """
 
 import fiddle as fdl
