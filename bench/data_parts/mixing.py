@@ -115,6 +115,7 @@ def rows(
     for name, corpus in {"short documents": files.SHORT, "long documents": files.LONG}.items():
         with ExitStack() as stack:
             turns = open_readers(stack, python, sources, corpus)
+            # Turns, so that other work on the machine meets all readers alike.
             for _ in range(rounds):
                 for turn in turns.values():
                     time.sleep(PAUSE_S)

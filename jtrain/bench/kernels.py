@@ -169,6 +169,7 @@ def _explain(explained_case: Case, spec: DeviceSpec, compiled: bool) -> Iterator
     for line in explanation(op, case, spec, avals, choice):
         print(line)
     for implementation in registry.implementations(op):
+        # What cannot run has no prediction, and nothing to compile.
         if implementation.supports(spec, avals) is not None:
             continue
         label = f"{op.name} {case}, {implementation.name} on {spec.name}"

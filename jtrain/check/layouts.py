@@ -25,6 +25,7 @@ class Reference:
         self.trainer = Trainer(plain)
         self.first_state = self.trainer.first_state()
         self.course = self._train(self.first_state)
+        # From weights that are an ulp or two off: what rounding alone makes of each figure.
         self.runs = [
             self._train(dataclasses.replace(self.first_state, params=moved(self.first_state.params, seed)))
             for seed in range(RUNS)
@@ -62,6 +63,7 @@ class Reference:
             for name, a, b in zip(names, got, want, strict=True):
                 if a != b:
                     raise Differs(f"{name} of step {step + 1}: {a}, on one device {b}")
+            # Against the batch too: both runs could count alike and wrong.
             if got[1] != (num_targets := self.samples[step].num_targets):
                 raise Differs(f"targets of step {step + 1}: {got[1]} counted, the batch has {num_targets}")
 
@@ -71,6 +73,7 @@ class Reference:
         spread = max(float(np.abs(_nats(run) - nats_BL).max()) for run in self.runs)
         bound = LOSS * float(np.abs(nats_BL).max()) + MARGIN * spread
         for piece in self.samples[0].pieces:
+            # Not `> bound`, which no nan is.
             if not np.abs(piece.of(got_BL) - piece.of(nats_BL)).max(initial=0.0) <= bound:
                 return piece.place
         return ""
@@ -92,6 +95,7 @@ class Reference:
                     is_tensor=False,
                 )
         for path, base in _floats(want).items():
+            # 2: a second moment is a square, with twice the relative difference of its gradient.
             bound = 2 * GRADIENT * float(np.abs(base).max(initial=0.0)) + MARGIN * self.spread[path]
             difference = float(np.abs(course.moments[path] - base).max(initial=0.0))
             # A scalar or an array of zeros that stays one is no news.
@@ -102,6 +106,7 @@ class Reference:
         for path, first in want.first.items():
             update = want.last[path] - first
             size = _rms(update)
+            # What one device does not move, no layout may move.
             if not size:
                 worst.add(f"update of {path}", _rms(course.last[path] - want.last[path]), 0.0)
                 continue

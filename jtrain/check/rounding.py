@@ -96,5 +96,6 @@ def bisect(pieces: Sequence[Piece], differs: Any) -> str:
         elif differs(second):
             candidates = second
         else:
+            # Neither half differs by itself.
             return f"{candidates[0].name} to {candidates[-1].name} together"
     return candidates[0].place

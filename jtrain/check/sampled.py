@@ -154,6 +154,7 @@ def learned_is_sampled(dataset: TextDataset, samples: list[Sample]) -> str:
         for piece in sample.pieces:
             stream = dataset.streams[piece.source]
             ids, target = (piece.of(sample.arrays[name]) for name in ("token_BL", "target_BL"))
+            # A target is the next token: a token is learned if the one before it has a target.
             is_learned = np.concatenate([[False], target[:-1] != IGNORE])
             _check_ids(piece, ids, target)
             num_learned, num_tokens = num_learned + int(is_learned.sum()), num_tokens + len(ids)
@@ -188,14 +189,17 @@ def _check_piece(script: Script, piece: Piece, ids: np.ndarray, is_learned: np.n
     texts = [
         tuple(dict.fromkeys(t for said in turn.says for t in (script.same(said), said))) for turn in turns
     ]
+    # Begin and end of each run of learned tokens.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], is_learned, [0]]))).reshape(-1, 2).tolist()
     matched = 0
     for start, end in edges:
         read, run = script.read(ids[:start]), script.read(ids[start:end])
+        # A run that ends with the piece may go on in another one.
         is_cut = end == len(ids)
         match = next(
             (
                 number
+                # In order: a run is of a turn behind the last one that was found.
                 for number in range(matched, len(turns))
                 if (run in texts[number] or (is_cut and any(t.startswith(run) for t in texts[number])))
                 and _follows(read, turns[number].prompt, script.same)
@@ -242,6 +246,7 @@ def targets_are_never_zero(samples: list[Sample], *, rows: int) -> str:
     """
     counts = [(target_L != IGNORE).sum() for s in samples for target_L in s.arrays["target_BL"]]
     size = samples[0].arrays["target_BL"].shape[0]
+    # Whole batches, or the part of one that there is.
     for first in range(0, max(len(counts) - rows + 1, 1), rows):
         batch = counts[first : first + rows]
         # A part of a batch says nothing unless it has a target.

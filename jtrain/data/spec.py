@@ -164,6 +164,7 @@ class PackedText:
         """Returns `chunk_tokens` and `row_tokens` of the setup of a source with samples, or without."""
         if not has_samples or self.packing == "concat":
             return self.seq_len, None
+        # Half a row, rounded up: see `SourceSetup.chunk_tokens`.
         return -(-self.seq_len // 2), self.seq_len
 
     @property

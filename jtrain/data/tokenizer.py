@@ -137,6 +137,7 @@ class ByteTokenizer:
 
     def encode_marked(self, texts: Sequence[str], borders: Sequence[Sequence[int]]) -> list[MarkedIds]:
         return [
+            # Borders are in characters, and ids are bytes.
             (self.encode(text), [len(text[:border].encode("utf-8")) for border in borders_of_text])
             for text, borders_of_text in zip(texts, borders, strict=True)
         ]

@@ -232,6 +232,7 @@ def _fields(path: Path) -> dict[str, Any]:
         elif key in _CHOICES:
             is_valid, expected = value in _CHOICES[key], " or ".join(_CHOICES[key])
         elif key in _NUMBERS:
+            # True is an int to Python.
             is_valid = (
                 isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
             )

@@ -33,6 +33,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
     """
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # As it was typed, with the interpreter and its options.
         "command": secrets.redact_command(sys.orig_argv),
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | versions(_VERSIONS),

@@ -58,6 +58,7 @@ class Hosts:
         # beat_s=0: no thread; `tell` beats, so that a supervisor that hangs falls silent.
         self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
         self._last_tell_s = 0.0
+        # By this host's own clock: the others' may be wrong.
         self._watches = {number: Watch() for number in range(processes) if number != process}
         # A supervisor that starts late takes part in the round that is under way.
         self.round = self._read_round().number

@@ -175,6 +175,7 @@ class Alerts:
                 "host": socket.gethostname(),
                 "message": message,
                 "values": {name: _to_json(value) for name, value in values.items()},
+                # Told with this alert, and counted anew from here on.
                 "suppressed": self._suppressed.pop(kind, 0),
             }
         text = f"alert ({kind}) at step {step}: {message}"

@@ -71,6 +71,7 @@ def draw(kinds: Mapping[str, FaultKind], seed: int) -> Iterator[FaultSequence]:
     """Yields sequences without end; sequence i is the same for a seed, however many are taken."""
     rng, names = random.Random(seed), list(kinds)
     while True:
+        # One fault alone is what the trials without --hours inject.
         length = rng.randint(2, MOST_FAULTS)
         sequence = tuple(Fault(rng.choice(names), rng.randrange(1000)) for _ in range(length))
         # Drawn again, so that all sequences that can run are equally likely.

@@ -193,6 +193,7 @@ def draw_description(rng: random.Random) -> Description:
         fields = {name: _value(rng, rng.choice(values)) for name, values in choices_of(Transformer).items()}
         # Short ones more often: each block that is not in the loop compiles on its own.
         pattern = tuple(_component(rng, BlockSpec) for _ in range(rng.choice((1, 1, 2, 2, 3, 4))))
+        # Mostly none, for the same reason.
         first = tuple(_component(rng, BlockSpec) for _ in range(rng.choice((0, 0, 0, 1, 2))))
         # Layers behind the last whole period: the first blocks of the pattern once more.
         last = rng.randrange(len(pattern)) if rng.random() < 0.5 else 0

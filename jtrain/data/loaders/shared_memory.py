@@ -57,6 +57,7 @@ class SharedMemory:
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates bytes at the lowest free address and returns it; grows the block if none is free."""
+        # At least one byte, so that no two spans begin at one address.
         size = _align(max(size_bytes, 1))
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:

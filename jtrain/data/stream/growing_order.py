@@ -75,6 +75,7 @@ class GrowingChunks:
         self._seed = seed
         self._generations = generations
         self._window_bytes = window_bytes
+        # The start of the run; `start_at` adds later ones.
         self._anchors = [WindowAnchor(0, 0, 0)]
         self._windows_of = functools.lru_cache(maxsize=2)(self._files_by_window)
         self._opened: dict[WindowAnchor, _OpenWindow] = {}

@@ -17,6 +17,7 @@ from jtrain.model.param import Params, map_params
 WORDS = 8
 """32-bit words of a hash."""
 
+# Sums with a salt each, so that 128 bits stand for a parameter.
 _SUMS = 4
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -67,12 +68,14 @@ def _sums(infos: tuple[ParamInfo, ...], sharding: NamedSharding | None) -> "jax.
 def _sums_of(info: ParamInfo, value: Array) -> UInt32[Array, "4"]:
     if jax.typeof(value).memory_space is jax.memory.Space.Host:
         value = jax.device_put(value, jax.memory.Space.Device)
+    # Bits and not numbers: sums of these are exact, in any order.
     bits = jax.lax.bitcast_convert_type(value, _WORDS[value.dtype.itemsize]).astype(jnp.uint32)
     # The place within a layer, and the layer's own number in the model: the numbers of a stack may exceed 32
     # bits.
     stacked = info.is_stacked
     place = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(stacked, bits.ndim):
+        # Number of the element in the order of rows; it wraps around.
         place = place * np.uint32(bits.shape[dim]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
     counted = jnp.ones(bits.shape, jnp.uint32)
     if stacked:

@@ -26,7 +26,9 @@ def merge(
         own = sorted(path for path in parts if path.rpartition(".")[0] == f"{info.path}{ADAPTER}")
         if not own:
             return value.astype(dtype_of(info))
+        # Sorted above: A comes before B.
         down, up = (at_path(params, path) for path in own)
+        # Stacked layers and experts lead the dimensions of a matrix, and so those of its A and B.
         lead = len(info.dims) - len(info.dims.removeprefix("Y").removeprefix("X"))
         product = _product(down, up, lead)
         # One addition to the base, as it is stored, and one rounding.
@@ -41,4 +43,5 @@ def _product(down: Float[Array, "..."], up: Float[Array, "..."], lead: int) -> F
     stack = down.shape[:lead]
     down_SIR = down.astype(jnp.float32).reshape(*stack, -1, down.shape[-1])
     up_SRO = up.astype(jnp.float32).reshape(*stack, up.shape[lead], -1)
+    # Float32 on every platform: the default of a TPU multiplies in bfloat16.
     return jnp.matmul(down_SIR, up_SRO, precision="highest").reshape(shape)

@@ -79,6 +79,7 @@ def brief_lines(job: Job, *, available: int | None) -> list[str]:
         _title(job),
         f"{gib(plan.total_bytes)}{available_text} GiB per device at the peak "
         f"({', '.join(f'{name} {gib(size)}' for name, size in largest)}); {gib(sent)} GiB sent per step",
+        # Not the layers of each stage: the plan has them.
         *pipeline_lines(job)[:1],
         _flops_line(job),
     ]

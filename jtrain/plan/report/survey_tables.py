@@ -263,6 +263,7 @@ def _devices_table(rows: list[dict[str, Any]]) -> Table:
             row["model"],
             f"{row['parameters'] / 1e9:,.2f}B",
             f"{row['survey_bytes'] / 1e9:,.0f}",
+            # By the survey's rule, then by ours.
             *(str(row[f"{rule}devices_of_80_gb"]) for rule in ("survey_", "")),
             str(row["devices_of_141_gb"]),
         )

@@ -318,6 +318,7 @@ def _devices(breakdown: Breakdown) -> PageBlock:
     device_means = figures.by_device(breakdown)
     if not device_means:
         return "The window has no times of devices."
+    # 1.0 where no device computed: bars are divided by it.
     longest = max(device.compute_s for device in device_means) or 1.0
     names = ("computing", "communication", "exposed", "SM clock", "power")
     table = Table("devices", words("device") + bars(f"0 to {seconds(longest)}") + numbers(*names), css="many")

@@ -52,6 +52,7 @@ def set_deadlines(connection: Any, silence_s: float) -> None:
         # The first probe after a second, then one a second.
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+        # As many probes without an answer as the silence has seconds.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, math.ceil(silence_s)))
 
 

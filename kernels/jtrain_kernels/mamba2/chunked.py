@@ -62,6 +62,7 @@ def _group(
 ) -> tuple[Array, Array]:
     """State after a group of chunks, and the results; heads are K groups of G heads each."""
     document_ZBL, *of_tokens = tokens
+    # Tokens go behind the heads, over which the products below are batched.
     x_ZBKGLP, dt_ZBKGL, log_decay_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[:3])
     b_ZBKLS, c_ZBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
     dtype = x_ZBKGLP.dtype

@@ -51,6 +51,7 @@ def find_layout(
     root = Path(files[0].location.removesuffix(files[0].name) or ".").absolute()
     # Before the suffixes: an MDS folder may hold files of any suffix.
     if any(file.name == "index.json" and _is_mds(Path(file.location)) for file in files):
+        # Ids are read as unsigned, whatever the sign of the dtype that was named.
         shards, column = mds_shards(
             root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}")
         )

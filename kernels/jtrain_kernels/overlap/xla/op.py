@@ -54,6 +54,7 @@ def _dot(x_BRK: Array, kernel: Array, kernel_dim: int, dtype: jax.typing.DTypeLi
 
 def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
     """Contribution of these rows to a kernel's gradient."""
+    # Contracted over batch and rows.
     return jax.lax.dot_general(
         x_BRK, dy_BRN, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32
     )
