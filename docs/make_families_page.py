@@ -25,11 +25,11 @@ from tests.families.test_golden import CONFIGS, SUPPORTED, golden, results  # no
 PAGE = ROOT / "docs" / "families.md"
 HEAD = f"""# Families beside transformers
 
-For each case of `tests/families/cases.json`, the largest distance in float32 from what transformers 5.23 computes
-with the same weights, each document alone there, in packed rows here: of logits relative to the largest, of the
-loss, and of the norm of each parameter's gradient, relative to that norm (or {SMALL} of all together, where a
-gradient is smaller). `tests/families/test_golden.py` asks for {PEER} of each. Of rows with one document and of
-packed ones, the larger is here.
+For cases of `tests/families/cases.json`, those that were measured last, the largest distance in float32 from what
+transformers 5.23 computes with the same weights, each document alone there, in packed rows here: of logits relative
+to the largest, of the loss, and of the norm of each parameter's gradient, relative to that norm (or {SMALL} of all
+together, where a gradient is smaller). `tests/families/test_golden.py` asks for {PEER} of each. Of rows with one
+document and of packed ones, the larger is here.
 
 `python docs/make_families_page.py` writes this page.
 
