@@ -127,10 +127,10 @@ def test_a_mixer_computes_the_same_on_layouts(name: str, layout: str) -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    """Key heads, groups of states, and decays of channels without a rank."""
+    """Key heads, groups of states, and decays of heads with a rank."""
     with pytest.raises(UserError, match="num_heads=3 is not a multiple of num_key_heads=2"):
         DeltaNetSpec(3, 2, 8, 8)
-    with pytest.raises(UserError, match="decay=channel with rank=None"):
-        DeltaNetSpec(4, 2, 8, 8, decay="channel")
+    with pytest.raises(UserError, match="decay=head with rank=2"):
+        DeltaNetSpec(4, 2, 8, 8, rank=2)
     with pytest.raises(UserError, match="num_heads=4 is not a multiple of num_groups=3"):
         Mamba2Spec(4, 8, 8, num_groups=3)
