@@ -190,7 +190,8 @@ def test_one_device_computes_what_the_papers_say() -> None:
 
     def objective(params: Any) -> Any:
         arrays = Batch(**{name: jnp.asarray(array) for name, array in batch.items()})
-        return model.loss(params, arrays, single_device("float32"))[0] / float(count)
+        share = jnp.float32(count / (batch["segment_BL"] != 0).sum())
+        return model.loss(params, arrays, single_device("float32"), share)[0] / float(count)
 
     got, gradients = jax.jit(jax.value_and_grad(objective))(params)
     want, want_gradients = by_reference(reference_of(setting), params, batch)

@@ -90,8 +90,9 @@ def _objective(model: Model, p: Any, batch: Any) -> Any:
     nats = jnp.where(has_target, partition - picked, 0.0)
     penalty = jnp.where(has_target, model.z_loss * partition**2, 0.0)
     loss = nats.sum() / count
-    # Penalties are sums over tokens too, divided by the same count.
-    return loss + (penalty.sum() + router) / count, (loss, nats, closest)
+    # Routers read prompts too: their losses are a mean over all tokens but padding.
+    num_read = jnp.maximum((batch["segment_BL"] != 0).sum(), 1)
+    return loss + penalty.sum() / count + router / num_read, (loss, nats, closest)
 
 
 def _hidden(model: Model, p: Any, batch: Any) -> Any:
@@ -153,6 +154,9 @@ def _block(model: Model, spec: Any, w: Any, rows: PackedRows, carry: Any) -> Any
         # The mean over the layers with experts.
         router = router + losses[0] / max(model.num_routers, 1)
         closest = jnp.minimum(closest, losses[1])
+    if spec.stream_scale:
+        # A number of the model's that is not trained.
+        stream = stream * jax.lax.stop_gradient(w["stream_scale"])
     return stream, router, closest
 
 
@@ -247,6 +251,8 @@ def _scaled(rope: Any, frequency: np.ndarray) -> np.ndarray:
     match type(scaling).__name__:
         case "LinearScaling":
             return frequency / scaling.factor
+        case "ProportionalScaling":
+            return np.where(np.arange(len(frequency)) < int(scaling.share * len(frequency)), frequency, 0.0)
         case "Llama3Scaling":
             wavelength = 2 * math.pi / frequency
             smooth = (scaling.original_seq_len / wavelength - scaling.low_freq_factor) / (
