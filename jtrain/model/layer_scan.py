@@ -143,7 +143,9 @@ def _streaming_loop(
     resident = [None if value is None or _on_host(value) else value for value in values]
     streamed = [value if value is not None and _on_host(value) else None for value in values]
 
-    def run_layer(x: LayerCarry, trained: list[Array], values: list[Array | None], shared: Any) -> LayerCarry:
+    def run_layer(
+        x: LayerCarry, trained: list[Array | None], values: list[Array | None], shared: Any
+    ) -> LayerCarry:
         pairs = zip(trained, values, strict=True)
         # Back to the leaves that the layer's `fetch` knows.
         merged = [t if value is None else Detached(t, value) for t, value in pairs]
