@@ -88,7 +88,7 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
 def _into(file: Path) -> Iterator[None]:
     """Writes all output into a file, also that of handlers of signals, which write to the descriptors."""
     sys.stdout.flush()
-    kept = os.dup(1), os.dup(2)
+    saved_outputs = os.dup(1), os.dup(2)
     with file.open("wb") as out:
         for number in (1, 2):
             os.dup2(out.fileno(), number)
@@ -96,7 +96,7 @@ def _into(file: Path) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        for number, descriptor in zip((1, 2), kept, strict=True):
+        for number, descriptor in zip((1, 2), saved_outputs, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
 

@@ -17,7 +17,7 @@ UPDATE = 1e-3
 """Root mean square by which an update may differ, as a share of its own, beside what was measured."""
 
 
-class Reference:
+class LayoutReference:
     """Updates of one device, and what rounding makes of them."""
 
     def __init__(self, plain: Run, samples: Sequence[Sample]) -> None:
@@ -52,8 +52,8 @@ class Reference:
         worst, place = self._differences(course), self._first_place(course)
         if worst.over or place:
             tensor = worst.text if worst.over else "nats of an evaluation"
-            others = f" and {worst.over - 1} others" if worst.over > 1 else ""
-            raise Differs(f"{tensor}{others}; first record that differs: {place or self._record(trainer)}")
+            count_text = f" and {worst.over - 1} others" if worst.over > 1 else ""
+            raise Differs(f"{tensor}{count_text}; first record that differs: {place or self._record(trainer)}")
         return f"{len(self.course.losses)} updates; {worst.text}"
 
     def _compare_counts(self, course: Course) -> None:

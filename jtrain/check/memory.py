@@ -13,7 +13,7 @@ from jtrain.errors import UserError
 from jtrain.plan.report.plan_sheet import TOLERANCE
 
 
-class MemoryPlan:
+class CompiledPlan:
     """Plan that another process compiles while the other lines are proved."""
 
     def __init__(self, words: list[str], device: str, count: int, *, is_wanted: bool = True) -> None:

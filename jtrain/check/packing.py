@@ -12,7 +12,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jtrain.check.lines import Differs, DoesNotApply
-from jtrain.check.records import Arrays, Sample, one_by_one
+from jtrain.check.records import Sample, SampleArrays, one_by_one
 from jtrain.check.rounding import MARGIN, RUNS, Worst, largest, moved
 from jtrain.config.course import GRADIENT, LOSS
 from jtrain.errors import UserError
@@ -48,7 +48,7 @@ class OneDevice:
         self.model, self.params = model, params
         self._evaluate = evaluator(without_losses_of_rows(model))
 
-    def logits(self, arrays: Arrays, params: Params | None = None) -> np.ndarray:
+    def logits(self, arrays: SampleArrays, params: Params | None = None) -> np.ndarray:
         """Logits, [B, L, V]."""
         return np.asarray(self._run(arrays, self.params if params is None else params)[0])
 
@@ -66,8 +66,9 @@ class OneDevice:
             total = {path: total.get(path, 0) + value for path, value in sums.gradients.items()}
         return Sums(nats, total)
 
-    def _run(self, arrays: Arrays, params: Params) -> Any:
+    def _run(self, arrays: SampleArrays, params: Params) -> Any:
         batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+        # Divided by 1: sums of pieces add up, means over another number of targets do not.
         return self._evaluate(params, batch, jnp.float32(1.0))
 
 
@@ -104,11 +105,12 @@ def nats_of(sample: Sample, logits_BLV: np.ndarray) -> np.ndarray:
     nats = np.zeros(len(sample.pieces))
     for number, piece in enumerate(sample.pieces):
         target = piece.of(sample.arrays["target_BL"])
-        at = np.flatnonzero(target != IGNORE)
-        rows = piece.of(logits_BLV)[at].astype(np.float64)
-        highest = rows.max(axis=1, initial=-np.inf) if len(at) else np.zeros(0)
+        learned = np.flatnonzero(target != IGNORE)
+        rows = piece.of(logits_BLV)[learned].astype(np.float64)
+        # Subtracted before exp, which overflows from 710 on; a masked prompt has no row.
+        highest = rows.max(axis=1, initial=-np.inf) if len(learned) else np.zeros(0)
         log_sums = np.log(np.exp(rows - highest[:, None]).sum(axis=1)) + highest
-        nats[number] = (log_sums - rows[np.arange(len(at)), target[at]]).sum()
+        nats[number] = (log_sums - rows[np.arange(len(learned)), target[learned]]).sum()
     return nats
 
 
@@ -131,6 +133,7 @@ def packed_is_alone(
     worst, num_pieces = Worst(), 0
     for number, sample in enumerate(samples):
         packed, alone = device.sums(sample), device.sums_alone(sample)
+        # What weights of another ulp change: rounding that packing may change as well.
         runs = [device.sums(sample, moved(device.params, seed)) for seed in range(RUNS)]
         spread = np.max([np.abs(run.nats - packed.nats) for run in runs], axis=0)
         bounds = LOSS * np.abs(alone.nats) + MARGIN * spread
@@ -141,6 +144,7 @@ def packed_is_alone(
             bound = GRADIENT * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
             worst.add(f"gradient of {path}", difference, bound)
         worst.refuse()
+        # The train step and the evaluation were run on the first batch alone.
         if number == 0:
             evaluated = np.asarray([piece.of(evaluated_BL).sum(dtype=np.float64) for piece in sample.pieces])
             _check_nats(sample, "in evaluation", evaluated, alone.nats, bounds)
@@ -163,6 +167,7 @@ def _mean(objective: ObjectiveSpec, sample: Sample, nats: np.ndarray) -> float:
 
 def _check_nats(sample: Sample, label: str, nats: np.ndarray, alone: np.ndarray, bounds: np.ndarray) -> None:
     """Raises Differs for the first record that has other nats than alone."""
+    # Negated, so that nan counts as different.
     different = np.flatnonzero(~(np.abs(nats - alone) <= bounds))
     if different.size:
         number = int(different[0])
@@ -180,8 +185,9 @@ def check_positions(sample: Sample) -> None:
         piece.of(covered_BL)[:] = 1
         if not np.array_equal(position, np.arange(len(position))):
             raise Differs(f"positions of {piece.name} (row {piece.row}) begin at {position[0]}, not at 0")
-        before = sample.arrays["segment_BL"][piece.row, piece.start - 1] if piece.start else 0
-        if not segment.min() == segment.max() > 0 or segment[0] == before:
+        # A number that goes on from the record before would join both documents.
+        segment_before = sample.arrays["segment_BL"][piece.row, piece.start - 1] if piece.start else 0
+        if not segment.min() == segment.max() > 0 or segment[0] == segment_before:
             raise Differs(f"segment {segment[0]} of {piece.name} (row {piece.row}) is not its own")
     if np.any((sample.arrays["segment_BL"] != 0) != (covered_BL != 0)):
         raise Differs("padding is not segment 0, or a record is")

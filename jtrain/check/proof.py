@@ -12,9 +12,9 @@ from typing import Any
 
 from jtrain.check.adapter import adapter_off_is_base
 from jtrain.check.interruption import resume_is_unbroken
-from jtrain.check.layouts import Reference
+from jtrain.check.layouts import LayoutReference
 from jtrain.check.lines import DoesNotApply
-from jtrain.check.memory import MemoryPlan
+from jtrain.check.memory import CompiledPlan
 from jtrain.check.packing import (
     OneDevice,
     check_positions,
@@ -45,7 +45,7 @@ type Proofs = Iterator[tuple[str, Callable[[], str]]]
 """Lines by name, each with the function that proves it: see `lines.take_line`."""
 
 
-class Check:
+class RunCheck:
     """Check of one run, which needs `small_run.DEVICES` devices.
 
     Args:
@@ -57,7 +57,7 @@ class Check:
       UserError: the config, or its data, is refused as a run of it would be.
     """
 
-    def __init__(self, run_config: Any, memory: MemoryPlan, *, started_s: float) -> None:
+    def __init__(self, run_config: Any, memory: CompiledPlan, *, started_s: float) -> None:
         self.run: Run = build_run(run_config)
         self.config_text = tree.flat(run_config)
         self._memory, self._started_s = memory, started_s
@@ -129,9 +129,9 @@ class Check:
         return self.small.plain(self.samples[1])
 
     @functools.cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> LayoutReference:
         """Updates of one device, on the cut batch and then on the other one."""
-        return Reference(self.plain, self.samples[0])
+        return LayoutReference(self.plain, self.samples[0])
 
     @functools.cached_property
     def device(self) -> OneDevice:

@@ -12,7 +12,7 @@ from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 
-type Arrays = dict[str, np.ndarray]
+type SampleArrays = dict[str, np.ndarray]
 """token_BL, target_BL, position_BL and segment_BL, int32."""
 
 CUTS = 3
@@ -35,11 +35,11 @@ class Piece:
 
     @property
     def place(self) -> str:
-        """Its record, and where it lies in the batch."""
+        """Record of the sample, and where it lies in the batch."""
         return f"{self.name} (row {self.row}, columns {self.start} to {self.end - 1})"
 
     def of(self, array_BL: np.ndarray) -> np.ndarray:
-        """Its part of an array of the batch."""
+        """Part of an array of the batch that is the sample's."""
         return array_BL[self.row, self.start : self.end]
 
 
@@ -47,7 +47,7 @@ class Piece:
 class Sample:
     """A batch, and the pieces that it is made of, in the order of rows and columns."""
 
-    arrays: Arrays
+    arrays: SampleArrays
     pieces: tuple[Piece, ...]
 
     @property

@@ -30,7 +30,7 @@ END = "\N{SYMBOL FOR END OF TEXT}"
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a model is given, and the texts that it may say to it: one, or another for each stop token."""
+    """Prompt of a model, and the texts that it may say to it: one, or another for each stop token."""
 
     prompt: str
     says: tuple[str, ...]

@@ -44,15 +44,15 @@ def execute(args: Args) -> int:
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
     from jtrain.check.lines import chosen, print_lines
-    from jtrain.check.memory import MemoryPlan
-    from jtrain.check.proof import Check
+    from jtrain.check.memory import CompiledPlan
+    from jtrain.check.proof import RunCheck
     from jtrain.config.load import load_config, mesh_size
 
     run_config = load_config(args.config, args.fiddlers, args.sets)
     count = args.count or _count(run_config, mesh_size)
-    memory = MemoryPlan(config_words(args), args.device, count, is_wanted=not args.without_compiler)
+    memory = CompiledPlan(config_words(args), args.device, count, is_wanted=not args.without_compiler)
     try:
-        check = Check(run_config, memory, started_s=started_s)
+        check = RunCheck(run_config, memory, started_s=started_s)
         lines = print_lines(chosen(check.proofs(), args.only))
     finally:
         memory.close()

@@ -92,7 +92,7 @@ class LatentAttentionSpec(MixerSpec):
         return dataclasses.replace(self, num_heads=self.num_heads or sizes.num_heads)
 
     def rotation(self, sizes: ModelSizes) -> tuple[RopeSpec | Positions, int] | None:
-        """What it reads of positions, and the dims that they rotate; None for nothing."""
+        """Rotation that it reads, and the dims that are turned; None for nothing."""
         del sizes
         if self.temperature is not None:
             return Positions(self.rope, self.temperature, None), self.rope_head_dim

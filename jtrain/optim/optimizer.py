@@ -42,9 +42,8 @@ class Update:
     step: updates completed before this one, int32.
     grad_norm: global norm of all gradients, before clipping.
     grad_scale: factor that clips the gradients.
-    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors, not divisors: XLA may
-      either divide by a broadcast scalar or multiply by its inverse, depending on the rest of the program,
-      and the last bit would then depend on how parameters are passed.
+    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors: XLA divides by a
+      scalar, or multiplies by its inverse with another last bit, as the rest of the program has it.
     applied: False leaves parameters and state as they are, bit for bit; bool.
     """
 

@@ -33,7 +33,7 @@ SPLIT = "split"
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
+class Answer:
     """One answer.
 
     prompt, answer: text with special tokens spelled; the answer with its stop token.
@@ -89,7 +89,7 @@ class Generations:
                 )
         self._whole = jax.jit(self._in_compute_dtype, out_shardings=NamedSharding(mesh, P()))
 
-    def __call__(self, params: Params) -> Iterator[Generation]:
+    def __call__(self, params: Params) -> Iterator[Answer]:
         """Yields the answers to all questions and prompts."""
         memory = jax.tree.map(lambda x: NamedSharding(self._mesh, x.sharding.spec), params)
         replicated = self._whole(jax.device_put(params, memory))
@@ -107,7 +107,7 @@ class Generations:
 
     def _answer(
         self, params: Params, of: str, question: Question, tokenizer: Tokenizer, stops: set[int]
-    ) -> Generation:
+    ) -> Answer:
         ids = np.asarray(question.prompt, np.int32)
         chunks = generate_ids(
             self._model,
@@ -121,7 +121,7 @@ class Generations:
         )
         answer = [token for chunk in chunks for token in chunk]
         expected = None if question.answer is None else _spelled(tokenizer, question.answer)
-        return Generation(of, _spelled(tokenizer, ids), _spelled(tokenizer, answer), expected)
+        return Answer(of, _spelled(tokenizer, ids), _spelled(tokenizer, answer), expected)
 
     def _in_compute_dtype(self, params: Params) -> Params:
         """The weights as `jtrain generate` reads them: layers in their order, matrices in the compute dtype, an
@@ -143,7 +143,7 @@ class Generations:
         return map_params(lambda info, x: x.astype(dtype_of(info)), self._infos, ordered)
 
 
-def write_generations(workdir: Path, step: int, generations: list[Generation]) -> dict[str, float]:
+def write_generations(workdir: Path, step: int, generations: list[Answer]) -> dict[str, float]:
     """Appends the answers after `step` to generations.jsonl in the workdir; returns the share of exact ones of
     each set.
     """

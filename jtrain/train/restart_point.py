@@ -79,7 +79,7 @@ class RestartPoint:
         return self.saved_part(self._abstract_state())
 
     def saved_part(self, state: TrainState) -> TrainState:
-        """What a checkpoint holds of a state: all of it, but for the frozen base of an adapter."""
+        """Part of a state that a checkpoint holds: all of it, but for the frozen base of an adapter."""
         return without_base(self.setup.job.layout, state)
 
     def _first_state(self) -> TrainState:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.check.lines import Differs, DoesNotApply, chosen, take_line
-from jtrain.check.memory import MemoryPlan
+from jtrain.check.memory import CompiledPlan
 from jtrain.cli import launch
 from jtrain.errors import UserError
 
@@ -45,7 +45,7 @@ def test_a_line_holds_fails_or_says_why_it_does_not_apply() -> None:
 
 
 def test_a_plan_that_is_not_wanted_names_the_command_that_compiles_it() -> None:
-    memory = MemoryPlan(["--config=tiny"], "h100", 8, is_wanted=False)
+    memory = CompiledPlan(["--config=tiny"], "h100", 8, is_wanted=False)
     with pytest.raises(DoesNotApply, match="jtrain plan --config=tiny --device h100 --count 8 --compile"):
         memory.proof(1.0)
     memory.close()

@@ -74,7 +74,7 @@ class LoRA:
 
 @dataclasses.dataclass(frozen=True)
 class Adaptation:
-    """What an adapter adds to a model and freezes, by names of parameters without the path to their layer.
+    """Matrices that an adapter adds and freezes, by names of parameters without the path to their layer.
 
     targets: names of matrices with an adapter; trained: of parameters that are trained whole.
     """
@@ -86,7 +86,7 @@ class Adaptation:
 
     @classmethod
     def of(cls, infos: Sequence[ParamInfo]) -> "Adaptation | None":
-        """That of a model with an adapter; None without one."""
+        """Adaptation of a model with an adapter; None without one."""
         added = [info for info in infos if info.is_adapter]
         if not added:
             return None
