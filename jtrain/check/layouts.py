@@ -53,7 +53,9 @@ class LayoutReference:
         if worst.over or place:
             tensor = worst.text if worst.over else "nats of an evaluation"
             count_text = f" and {worst.over - 1} others" if worst.over > 1 else ""
-            raise Differs(f"{tensor}{count_text}; first record that differs: {place or self._record(trainer)}")
+            raise Differs(
+                f"{tensor}{count_text}; first record that differs: {place or self._record(trainer)}"
+            )
         return f"{len(self.course.losses)} updates; {worst.text}"
 
     def _compare_counts(self, course: Course) -> None:

@@ -58,6 +58,7 @@ def test_the_command_line_is_frozen() -> None:
         *("--help", "--config", "--with", "--set", "--workdir"),
         *(
             "--emulate-devices",
+            "--check",
             "--dry-run",
             "--topology",
             "--print-config",

@@ -131,6 +131,7 @@ def test_local_memory_asks_where_the_checkpoints_are(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(attempt, "LocalMemory", opened)
     monkeypatch.setattr(attempt, "abstract_state", lambda *_: None)
+    monkeypatch.setattr(attempt, "without_base", lambda *_: None)
     setup: Any = mock.Mock(spec=Setup, job=mock.Mock(), optimizer=None, mesh=None)
     setup.run = mock.Mock(checkpoint=CheckpointSpec(local_every_steps=2))
     with Checkpoints(tmp_path / "home", CheckpointSpec()) as checkpoints:

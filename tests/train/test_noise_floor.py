@@ -70,8 +70,8 @@ def noise() -> Iterator[Noise]:
     planted, gradients, make = Noise(), train_step.local_gradients, attempt.make_train_step
     go_back, steps = BadSteps.go_back, []
 
-    def noisy(model: Any, layout: Any, params: Any, scaling: Any, batch: Any, step: Any) -> Any:
-        grads, amax, values, share = gradients(model, layout, params, scaling, batch, step)
+    def noisy(model: Any, layout: Any, params: Any, scaling: Any, batch: Any, step: Any, *others: Any) -> Any:
+        grads, amax, values, share = gradients(model, layout, params, scaling, batch, step, *others)
         fault = planted.fault_at(step)
         grads = jax.tree.map(lambda g: g * planted.factor(g) * fault, grads)
         return grads, amax, values | {"loss_nats": values["loss_nats"] * planted.factor(jnp.ones(()))}, share

@@ -26,6 +26,7 @@ from jtrain.step.description.labelled_sizes import (
     label_sizes,
 )
 from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
+from jtrain.step.objective import scale_of
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
@@ -38,7 +39,6 @@ from jtrain.step.zero import (
     gathers_once,
     param_tree,
     placement_of,
-    psum_batch,
     scatter_once,
     trained_part,
     trained_tree,
@@ -213,8 +213,10 @@ def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
             with jax.named_scope(ONCE):
                 gathered_params = gather_once(layout, local_params)[1]
             grads = scatter_once(layout, grads)
-        loss, num_tokens = jnp.float32(0), psum_batch(layout, jnp.sum(batch.target_BL))
-        return local_params, gathered_params, reduce_step(layout, grads, probes, loss, batch, num_tokens)
+        scale, batch = scale_of(layout, batch, has_router=sizes.model.router is not None)
+        sums = reduce_step(layout, grads, probes, jnp.float32(0), batch, scale.num_tokens)
+        # Returned with its scale: what nobody reads would not be traced.
+        return local_params, gathered_params, sums, (scale.unit, scale.targets_per_token)
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
