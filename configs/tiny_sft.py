@@ -4,9 +4,8 @@
     jtrain data inspect --config=tiny_sft --tokens
     jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
-Measured on a machine that others used as well, 2026-11-28: no exact answer to 200 held-out questions before, 65.5 %
-after 100 steps of a schedule of 300, when it was also asked for letters of the name, which is harder. The whole run on
-two idle cores is still to be measured.
+Seen on 2026-11-28: of 100 answers to held-out questions none is exact before, 90 % after 100 steps, 99 % after 200, in
+161 s on two cores that other programs used as well. On two idle cores it is still to be measured.
 """
 
 import fiddle as fdl
