@@ -16,11 +16,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402 - after the path
+import numpy as np  # noqa: E402 - after JAX_PLATFORMS and the path
 
-from jtrain.hf.prove import PEER, SMALL  # noqa: E402
-from jtrain.model.families import FAMILIES, LACKING  # noqa: E402
-from tests.families.test_golden import CONFIGS, SUPPORTED, golden, results  # noqa: E402
+from jtrain.hf.prove import PEER, SMALL  # noqa: E402 - as above
+from jtrain.model.families import FAMILIES, LACKING  # noqa: E402 - as above
+from tests.families.test_golden import CONFIGS, SUPPORTED, golden, results  # noqa: E402 - as above
 
 PAGE = ROOT / "docs" / "families.md"
 HEAD = f"""# Families beside transformers

@@ -43,6 +43,7 @@ class _WithValues(MaskFields):
     @override
     def join(self, text: Any, value: Any) -> MaskedText:
         joined = super().join(text, value)
+        # Texts of training need no values, so the class does not declare them.
         joined.made_of = (text, value)  # pyright: ignore[reportAttributeAccessIssue]
         return joined
 
