@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
@@ -166,7 +167,9 @@ class Block(nnx.Module):
         y_BLD = x_BLD + self._scaled(h_BLD)
         if not self.spec.stream_scale:
             return y_BLD
-        return y_BLD * jax.lax.stop_gradient(self.stream_scale[...]).astype(y_BLD.dtype)
+        scale = jax.lax.stop_gradient(self.stream_scale[...])
+        # All weights of a pipeline's identity layer are 0, and it hands on the stream as it is.
+        return y_BLD * jnp.where(scale == 0, 1.0, scale).astype(y_BLD.dtype)
 
     def _scaled(self, h_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         return h_BLD if self.spec.residual_scale == 1 else h_BLD * self.spec.residual_scale

@@ -79,6 +79,7 @@ class StageChunks:
     split: paths below `layers` of the weights that get no gradient in `backward`.
     per_chunk: places for layers in a chunk, k.
     real_Y: True where a place holds a layer of the model, False for an identity layer; [chunks * k].
+    padded: whether any place of any worker holds an identity layer.
     router: cotangents of the router losses of every layer; None for a dense model.
     unroll: layers per iteration of the compiled loops.
     sites, saved_shapes: set by `trace`: products whose weights get their gradients later, and shapes of what
@@ -91,6 +92,7 @@ class StageChunks:
     split: frozenset[str]
     per_chunk: int
     real_Y: Bool[Array, " Y"]
+    padded: bool
     router: RouterLosses | None
     unroll: int
     sites: Mapping[str, Site] = dataclasses.field(default_factory=dict)
@@ -232,6 +234,10 @@ class StageChunks:
         limit = jnp.where(self.real_Y[row] & present, jnp.inf, 0.0)
         # A weight in 8 bits has two gradients: of its values, and of the probe that carries the amax.
         parts = _parts(dweights)
+        if self.padded:
+            # A bias is added to the stream, so its gradient is not 0 where the layer's weights are.
+            trained = jax.tree.map(lambda grad: jnp.where(self.real_Y[row], grad, 0), parts.trained)
+            parts = Gradients(trained, parts.amax)
         with jax.named_scope("reduce_gradients"):
             trained = {path: _add(gradients.trained[path], row, grad) for path, grad in parts.trained.items()}
             amax = {

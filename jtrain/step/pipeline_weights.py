@@ -65,6 +65,7 @@ def chunks_of(
         split_paths,
         pipeline.layers_per_chunk,
         real_PY[jax.lax.axis_index("stage")],
+        pipeline.num_identity > 0,
         router,
         1 if model.scan_layers else pipeline.layers_per_chunk,
     )

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from jtrain.errors import UserError
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
+from jtrain.model.norm import NormSpec
 from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.cells import to_csv
 from jtrain.pipeline.families import FAMILIES
@@ -34,7 +37,15 @@ from tests.pipeline.toy import random_schedule
 
 EIGHT = SIZES | dict(num_layers=8)
 """One unpipelined run serves two tests."""
-UNEVEN = EXPERTS | dict(num_layers=4, tie_embeddings=True, vocab_size=66)
+UNEVEN = EXPERTS | dict(
+    num_layers=4,
+    tie_embeddings=True,
+    vocab_size=66,
+    norm=NormSpec(kind="layer", bias=True),
+    moe=None,
+    pattern=(BlockSpec(AttentionSpec(bias="all"), EXPERTS["moe"], norms="sandwich", stream_scale=True),),
+)
+"""An identity layer would train its biases and would end the stream, if it were a layer like others."""
 
 
 def test_stages_are_not_a_model() -> None:
