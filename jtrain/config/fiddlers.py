@@ -17,7 +17,8 @@ def small(run: fdl.Config[Run]) -> None:
     """Shrinks the run to five steps of a narrow model on short sequences, with the config's own layout.
 
     Mesh, layout, batch, heads and experts stay, so whatever does not split over a cluster does not split over
-    as many emulated devices. A model for accelerators reads byte-level text of the standard library.
+    as many emulated devices. A model for accelerators reads byte-level text of the standard library, or
+    conversations about it.
     """
     is_large = run.model.d_model >= LARGE
     run.num_steps = 5
@@ -41,10 +42,17 @@ def small(run: fdl.Config[Run]) -> None:
     run.eval.every_steps = 5
     run.metrics.log_every_steps = 1
     if is_large:
-        run.model.vocab_size = 256
         # Files that every installation has: the run must not download anything.
-        run.data.path = "stdlib"
-        run.data.tokenizer = "bytes"
+        chats = [source for source in run.data.sources.values() if source.messages_field is not None]
+        for source in chats:
+            source.path = "stdlib_chats"
+        if chats:
+            run.model.vocab_size = 264  # divides over 8 devices
+            run.data.tokenizer = "bytes_chat"
+        else:
+            run.model.vocab_size = 256
+            run.data.path = "stdlib"
+            run.data.tokenizer = "bytes"
 
 
 def debug(run: fdl.Config[Run]) -> None:
