@@ -21,7 +21,14 @@ from jtrain.model.recurrent.conv_mixer import ShortConvSpec
 from jtrain.model.recurrent.delta_net import DeltaNetSpec
 from jtrain.model.recurrent.mamba2 import Mamba2Spec
 from jtrain.model.recurrent.parallel import ParallelSpec
-from jtrain.model.rope import LinearScaling, Llama3Scaling, QueryTemperature, RopeSpec, YarnScaling
+from jtrain.model.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    QueryTemperature,
+    RopeSpec,
+    YarnScaling,
+)
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
@@ -43,6 +50,7 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         bias=("none", "qkv", "all"),
         qk_norm=("none", "head", "all", "unscaled"),
         norm_after_rope=(False, True),
+        value_norm=(False, True),
         # Shorter than most documents, and longer than half a row.
         window=(None, 3, 9),
         scale=(None, 0.2),
@@ -55,9 +63,10 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         gate=(False, True),
         gate_activation=("sigmoid", "softplus"),
         gate_per_head=(False, True),
+        gate_bias=(False, True),
         output_norm=(False, True),
     ),
-    QueryTemperature: dict(beta=(0.5, 0.1), scale=(4, 8), offset=(0, 1)),
+    QueryTemperature: dict(beta=(0.5, 0.1), scale=(4, 8), offset=(0, 1), is_power=(False, True)),
     ShortConvSpec: dict(taps=(3, 2), bias=(False, True)),
     DeltaNetSpec: dict(
         num_heads=(4, 8),
@@ -67,6 +76,7 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         taps=(4, 2),
         decay=("head", "channel"),
         rank=(None, 8),
+        decay_floor=(None, -3.0),
         gate=("silu", "sigmoid"),
         max_step=(1.0, 2.0),
         norm_eps=(None, 1e-3),
@@ -99,10 +109,12 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         mscale=(0.0, 1.0),
         bias=(False, True),
         latent_eps=(1e-6, 1e-3),
+        temperature=(None, QueryTemperature),
+        gate=(False, True),
     ),
     RopeSpec: dict(
         theta=(10_000.0, 300.0),
-        scaling=(None, Llama3Scaling, LinearScaling, YarnScaling),
+        scaling=(None, Llama3Scaling, LinearScaling, ProportionalScaling, YarnScaling),
         rotated_share=(1.0, 0.5),
         backwards=(False, True),
     ),
@@ -115,6 +127,7 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
         original_seq_len=(64, 8192),
     ),
     LinearScaling: dict(factor=(4.0, 1.5)),
+    ProportionalScaling: dict(share=(0.5, 0.75)),
     YarnScaling: dict(
         factor=(4.0, 2.0),
         original_seq_len=(16, 4096),
@@ -159,6 +172,7 @@ CHOICES: dict[type, dict[str, tuple[Any, ...]]] = {
     BlockSpec: dict(
         norms=("before", "after", "sandwich", "sandwich_mlp", "parallel", "parallel_shared"),
         residual_scale=(1.0, 0.5),
+        stream_scale=(False, True),
     ),
     Transformer: dict(
         num_kv_heads=(2, 1, 4),
