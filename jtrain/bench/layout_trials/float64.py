@@ -117,7 +117,8 @@ def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[
     new_p, new_m, new_v = dict(p), dict(m), dict(v)
     for path, value in p.items():
         # Vectors are neither decayed nor orthogonalised: scales of norms, biases, and those of one dimension.
-        name, _, letters = path.rpartition(".")[2].rpartition("_")
+        name = path.rpartition(".")[2]
+        letters = name.rpartition("_")[2]
         is_vector = "scale" in name or "bias" in name or len(letters) == 1 or "W" in letters
         decay = 0.0 if is_vector else d.weight_decay
         if d.muon and path.startswith("layers.") and not is_vector:
