@@ -28,7 +28,7 @@ def add_export_options(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="dtype of the weights (default: the run's precision.param_dtype)",
+        help="dtype of the weights (default: of the imported model, or the run's precision.param_dtype)",
     )
     parser.add_argument(
         "--family",

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jtrain.errors import UserError
 from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
-from jtrain.hf.model_files import CONFIG, INDEX, SINGLE
+from jtrain.hf.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from jtrain.model.families.family import Family
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
@@ -22,9 +22,6 @@ from jtrain.runtime.atomic_io import replacing
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file, as in transformers; larger exports are split. Writing a file holds it in
 memory."""
-
-GENERATION = "generation_config.json"
-"""File of the tokens that begin and end a generated text, and of how it is sampled."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -49,6 +46,7 @@ def write_directory(
     dtype: str,
     family: Family | None = None,
     tokenizer_folder: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
     chat_template: str = "",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
@@ -61,6 +59,7 @@ def write_directory(
       config: contents of config.json, from `config_from_model`.
       family: whose names the tensors get; None for the one that describes the model.
       tokenizer_folder: folder whose tokenizer files are copied.
+      generation: contents of generation_config.json; None for that of the tokenizer's folder.
       chat_template: Jinja that replaces the folder's chat template; empty to leave it.
 
     Raises:
@@ -75,14 +74,16 @@ def write_directory(
         _write_weights(part, tensors, shards)
         # That of the folder, if it has one, tells more.
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-        _write_json(part / GENERATION, ids)
+        write_json(part / GENERATION, ids)
         if tokenizer_folder is not None:
             for name in TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
                     shutil.copyfile(tokenizer_folder / name, part / name)
+        if generation:
+            write_json(part / GENERATION, generation)
         if chat_template:
             (part / CHAT_TEMPLATE).write_text(chat_template, "utf-8")
-        _write_json(part / CONFIG, config)
+        write_json(part / CONFIG, config)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -113,7 +114,7 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shar
         total_bytes += sum(array.nbytes for array in held.values())
     # One file needs no index.
     if count > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _plan_shards(
@@ -133,5 +134,6 @@ def _plan_shards(
     return shards
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a file of a model directory, as transformers lays it out."""
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -18,6 +18,9 @@ from jtrain.errors import FileError, UserError, first_few
 from jtrain.hf.mxfp4 import dequantize
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+"""File of the tokens that begin and end a generated text, and of how it is sampled."""
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -103,10 +106,20 @@ def read_config(source: Path | str) -> dict[str, Any]:
     """
     if not is_remote(source) and Path(source).is_file():
         return _parse(str(source), Path(source).read_bytes())
-    config = _read_json(_files(source), CONFIG)
+    config = read_json(source, CONFIG)
     if config is None:
         raise FileError(f"{source}/{CONFIG}: no such file. Give a Hugging Face model directory.")
     return config
+
+
+def read_json(source: Path | str, name: str) -> dict[str, Any] | None:
+    """Reads a file of a directory; None if it is not there.
+
+    Raises:
+      FileError: the directory is in a store, and not there.
+      UserError: the file is not a JSON object.
+    """
+    return _read_json(_files(source), name)
 
 
 @contextlib.contextmanager

@@ -25,9 +25,11 @@ from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.directory import check_empty, write_directory
 from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
+from jtrain.hf.imported_files import FOLDER as IMPORTED
+from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
-from jtrain.hf.model_files import open_tensors, read_config
+from jtrain.hf.model_files import GENERATION, open_tensors, read_config, read_json
 from jtrain.hf.peft_folders import write_adapter
 from jtrain.hf.selection import select, text_tensors
 from jtrain.layout.dims import ParamInfo
@@ -55,7 +57,7 @@ def export(
 
     Args:
       step: None for the newest.
-      dtype: of the weights; None for the run's `precision.param_dtype`.
+      dtype: of the weights; None for that of the directory that the run began with, or of `precision.param_dtype`.
       family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
         family that describes the model.
       only_adapter: writes A and B of its adapter as a folder of peft instead.
@@ -76,8 +78,12 @@ def export(
                     names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
                     print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
                     return
-                dtype = dtype or run.precision.param_dtype
-                their_config = _config(run, family, dtype)
+                base = (run.adapter and run.adapter.base) or workdir
+                imported = ImportedFiles.read(f"{base}/{IMPORTED}")
+                dtype = dtype or imported.dtype or run.precision.param_dtype
+                imported_family = None if family is not None else imported.family_of(run.model)
+                written = _config(run, family or imported_family, dtype)
+                their_config = imported.config_with(written, is_same_model=imported_family is not None)
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
                 params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype))
                 break
@@ -91,7 +97,8 @@ def export(
         run.model,
         their_config,
         dtype=dtype,
-        family=family,
+        family=family or imported_family,
+        generation=imported.generation,
         tokenizer_folder=folder_of(run.data.tokenizer),
         chat_template=_chat_template(run),
     )
@@ -229,6 +236,7 @@ def import_directory(
         checkpoint.commit(state, arrays, data_state=dataset.first_state(), config_text=config_text)
         (partial / _SOURCE).unlink()
         (partial / "config.txt").write_text(config_text)
+        ImportedFiles(their_config, read_json(source, GENERATION) or {}).write(partial)
         partial.rename(home)
     print(f"{source}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
     options = [f"--config={config}", *(option for name in fiddlers for option in ("--with", name))]

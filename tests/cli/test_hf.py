@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.cli.hf import main
@@ -20,7 +21,8 @@ from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run
 from jtrain.config.run import build_run
 from jtrain.hf.directory import write_directory
-from jtrain.hf.model_config import config_from_model
+from jtrain.hf.imported_files import ImportedFiles
+from jtrain.hf.model_config import config_from_model, family_in
 from jtrain.layout.layout import make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
@@ -94,7 +96,59 @@ def test_imported_and_exported_again_is_bitwise(given: Given, capsys: pytest.Cap
     their_config, our_config = (
         json.loads((folder / "config.json").read_text()) for folder in (given.folder, out)
     )
-    assert our_config == their_config | {"max_position_embeddings": 32}
+    assert our_config == their_config
+
+
+def test_export_keeps_what_training_did_not_change(given: Given) -> None:
+    """The longest text, ids, the dtype, unread fields and how texts are sampled are those of the imported directory.
+
+    The directory has fields as transformers 5 writes them, and texts are longer than in training.
+    """
+    config_file, weights_file = given.folder / "config.json", given.folder / "model.safetensors"
+    theirs = json.loads(config_file.read_text())
+    rope = {"rope_type": "default", "rope_theta": theirs.pop("rope_theta")}
+    del theirs["torch_dtype"]
+    theirs |= {
+        "dtype": "bfloat16",
+        "rope_parameters": rope,
+        "max_position_embeddings": 40_960,
+        "bos_token_id": None,
+        "eos_token_id": [7, 9],
+        "pad_token_id": 3,
+        "use_cache": False,
+    }
+    config_file.write_text(json.dumps(theirs))
+    generation = {"eos_token_id": [7, 9], "temperature": 0.6, "top_p": 0.95}
+    (given.folder / "generation_config.json").write_text(json.dumps(generation))
+    rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in load_file(weights_file).items()}
+    save_file(rounded, weights_file, metadata={"format": "pt"})
+    workdir, out = given.tmp_path / "run", given.tmp_path / "out"
+    assert given.run("import", "--from", given.folder, "--workdir", workdir, *given.options) == 0
+    assert given.run("export", "--workdir", workdir, "--out", out) == 0
+    del theirs["dtype"]
+    written = json.loads((out / "config.json").read_text())
+    assert written == theirs | {"torch_dtype": "bfloat16"}
+    assert json.loads((out / "generation_config.json").read_text()) == generation
+    got = load_file(out / "model.safetensors")
+    assert all(np.array_equal(got[name], rounded[name]) for name in rounded)
+    assert (
+        given.run("export", "--workdir", workdir, "--out", given.tmp_path / "whole", "--dtype", "float32")
+        == 0
+    )
+    assert json.loads((given.tmp_path / "whole" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_a_changed_model_has_the_fields_that_it_needs() -> None:
+    """Of the imported directory it keeps its ids alone: other fields may speak of another model."""
+    model = Transformer(**SIZES)
+    theirs = config_from_model(model, dtype="bfloat16", max_seq_len=64, begin_id=0, end_id=5)
+    imported = ImportedFiles(theirs, {})
+    assert imported.family_of(model) is family_in(theirs)
+    changed = Transformer(**SIZES, norm_eps=1e-6)
+    assert imported.family_of(changed) is None
+    written = config_from_model(changed, dtype="float32", max_seq_len=32, begin_id=1, end_id=2)
+    ids = {"bos_token_id": 0, "eos_token_id": 5}
+    assert imported.config_with(written, is_same_model=False) == written | ids
 
 
 def test_export_rounds_to_bfloat16(given: Given) -> None:

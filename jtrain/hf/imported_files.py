@@ -1,0 +1,77 @@
+"""What an import keeps of a model directory beside its weights, so that an export changes only what training did."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jtrain.errors import FileError, UserError
+from jtrain.hf.directory import write_json
+from jtrain.hf.mapping import DTYPES
+from jtrain.hf.model_config import family_in, model_differences, model_from_config
+from jtrain.hf.model_files import CONFIG, GENERATION, read_json
+from jtrain.model.families.family import Family
+from jtrain.model.transformer import Transformer
+
+FOLDER = "imported"
+"""Folder of a workdir that holds these files."""
+
+_DTYPE_FIELDS = "dtype", "torch_dtype"
+_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+_LENGTH = "max_position_embeddings"
+# Dtypes are the export's; quantised weights and code of its own it does not have.
+_NOT_KEPT = *_DTYPE_FIELDS, "quantization_config", "auto_map"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedFiles:
+    """Contents of files of the directory.
+
+    config: config.json, or the part of it that was imported.
+    generation: generation_config.json; empty if there was none.
+    """
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+    def write(self, workdir: Path) -> None:
+        """Writes them into a workdir."""
+        (workdir / FOLDER).mkdir(exist_ok=True)
+        write_json(workdir / FOLDER / CONFIG, self.config)
+        if self.generation:
+            write_json(workdir / FOLDER / GENERATION, self.generation)
+
+    @classmethod
+    def read(cls, folder: str) -> "ImportedFiles":
+        """Reads those of a folder or the URL of one; empty ones if there are none."""
+        try:
+            return cls(read_json(folder, CONFIG) or {}, read_json(folder, GENERATION) or {})
+        except FileError:
+            return cls({}, {})
+
+    @property
+    def dtype(self) -> str | None:
+        """Dtype of the directory's weights, if an export can have it."""
+        found = next((self.config[field] for field in _DTYPE_FIELDS if field in self.config), None)
+        return found if found in DTYPES else None
+
+    def family_of(self, model: Transformer) -> Family | None:
+        """The directory's family, if a run has still the directory's model."""
+        try:
+            is_same = bool(self.config) and not model_differences(model_from_config(self.config), model)
+        except UserError:
+            return None
+        return family_in(self.config) if is_same else None
+
+    def config_with(self, written: dict[str, Any], *, is_same_model: bool) -> dict[str, Any]:
+        """Returns the config.json of an export.
+
+        Args:
+          written: from `config_from_model`.
+        """
+        if not is_same_model:
+            return written | {field: self.config[field] for field in _IDS if field in self.config}
+        kept = {field: value for field, value in self.config.items() if field not in _NOT_KEPT}
+        length = max(written[_LENGTH], kept.get(_LENGTH) or 0)
+        ours = {field: written[field] for field in ("architectures", "torch_dtype")}
+        return kept | ours | {_LENGTH: length}
