@@ -2,6 +2,7 @@
 
 python -m jtrain.hf export --workdir runs/tiny --out out/tiny --dtype bfloat16
 python -m jtrain.hf import --from models/Llama-3.1-8B --workdir runs/llama8b --config=llama8b
+python -m jtrain.hf config --from models/Llama-3.1-8B --base sft_llama1b --out mine.py
 python -m jtrain.hf inspect models/Llama-3.1-8B --device h100 --count 8
 python -m jtrain.hf prove models/Llama-3.1-8B --torch-python T/bin/python
 """
@@ -15,8 +16,10 @@ from typing import Any
 from jtrain.cli import hf_inspect
 from jtrain.cli.options import add_config, add_json, add_step, add_workdir, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb, WrongValue, write_json
+from jtrain.errors import FileError, UserError
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
+from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.platform import start_jax
 
 
@@ -99,6 +102,46 @@ def import_(args: Args) -> int:
     options: Any = {"config": args.config, "fiddlers": args.fiddlers, "sets": args.sets}
     choice: Any = {"family_name": args.family, "part": args.part, "share": args.share}
     workdirs.import_directory(args.source, args.workdir, **options, **choice)
+    return 0
+
+
+def add_config_options(parser: Parser) -> None:
+    """Declares the options of `config`."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="DIR",
+        help="a config.json, a folder with one, or hf://OWNER/NAME",
+    )
+    parser.add_argument(
+        "--base", required=True, metavar="NAME", help="config that all but the model is taken from"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Python file")
+    hf_inspect.add_family(parser)
+
+
+def write_config(args: Args) -> int:
+    """Writes a config file; returns the exit code."""
+    _start_jax()
+    from jtrain.config.load import load_config
+    from jtrain.hf.config_file import config_source
+    from jtrain.hf.model_config import model_from_config
+    from jtrain.hf.model_files import read_config
+    from jtrain.hf.selection import select
+
+    load_config(args.base)
+    model = model_from_config(select(read_config(args.source), family_name=args.family, part=args.part))
+    source = config_source(model, base=args.base, model_from=args.source)
+    if args.out.exists():
+        raise UserError(f"--out {args.out} is there already. Give a new file.")
+    try:
+        write_whole(args.out, source)
+    except OSError as error:
+        raise FileError(
+            f"--out {args.out} cannot be written ({error.strerror}). Give a file in a folder that is there."
+        ) from error
+    print(f"{args.source} -> {args.out}: the model, and all else of --config={args.base}")
     return 0
 
 
@@ -195,6 +238,25 @@ VERB = Verb(
             "tokenizer.",
             then=lambda args: shlex.join(
                 ["jtrain", "launch", *config_words(args), "--workdir", args.workdir]
+            ),
+        ),
+        "config": Command(
+            "write the config file of a model directory",
+            write_config,
+            add_config_options,
+            "Writes Python: the config of --base with the model that config.json describes, to be read, changed, and "
+            "given to every verb as --config=FILE:run.",
+            then=lambda args: shlex.join(
+                [
+                    "jtrain",
+                    "hf",
+                    "import",
+                    "--from",
+                    args.source,
+                    f"--config={args.out}:run",
+                    "--workdir",
+                    "DIR",
+                ]
             ),
         ),
         "inspect": hf_inspect.COMMAND,

@@ -23,6 +23,7 @@ from jtrain.config.trained_params import read_params, read_trained
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
+from jtrain.hf.config_file import FUNCTION
 from jtrain.hf.directory import check_empty, write_directory
 from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
 from jtrain.hf.imported_files import FOLDER as IMPORTED
@@ -199,8 +200,12 @@ def import_directory(
         )
     if lines := model_differences(theirs, run.model):
         difference_lines = "".join(f"\n  {line}" for line in lines)
+        command = shlex.join(
+            ["jtrain", "hf", "config", "--from", source, "--base", config, "--out", "model.py"]
+        )
         raise UserError(
-            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
+            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set, or write a "
+            f"config that has its model: `{command}`, and give --config=model.py:{FUNCTION}."
         )
     # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)

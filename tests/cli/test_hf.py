@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -195,8 +196,12 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
     np.testing.assert_array_equal(first.token_BL, restored.token_BL)
 
 
-def test_another_model_is_refused_field_by_field(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    """Differing models are refused with one line per difference, and nothing is written."""
+def test_another_model_is_refused_field_by_field(
+    given: Given, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differing models are refused with one line per difference, and nothing is written; the command that the
+    message gives writes a config that is taken.
+    """
     workdir = given.tmp_path / "run"
     options = [*given.options, "--set", "model.d_ff=64", "--set", "model.norm_eps=1e-6"]
     assert given.run("import", "--from", given.folder, "--workdir", workdir, *options) == 2
@@ -204,6 +209,13 @@ def test_another_model_is_refused_field_by_field(given: Given, capsys: pytest.Ca
     assert "model.d_ff: 48 there, 64 here" in said
     assert "model.norm_eps: 1e-05 there, 1e-06 here" in said
     assert not workdir.exists()
+    # The way out, word for word: the command is between backticks.
+    monkeypatch.chdir(given.tmp_path)
+    assert given.run(*shlex.split(said.split("`")[1])[2:]) == 0
+    # What is left are the settings of the data.
+    kept = [word for word in given.options if word.startswith(("data.", "eval."))]
+    options = ["--config=model.py:run", *(word for text in kept for word in ("--set", text))]
+    assert given.run("import", "--from", given.folder, "--workdir", workdir, *options) == 0
 
 
 def test_mistakes_exit_2_with_a_message(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
