@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -38,6 +39,12 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_devices() -> None:
+    """Starts JAX before the verb asks for one device: later tests of this process want theirs."""
+    assert len(jax.devices()) == 8
 
 
 def inspected(folder: Path, *options: str) -> dict[str, Any]:

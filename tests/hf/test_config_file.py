@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from jtrain.cli.hf import main
@@ -33,6 +34,8 @@ def test_every_familys_model_is_read_back(name: str, tmp_path: Path) -> None:
 
 def test_a_directory_becomes_a_config_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The next command is printed; a file that is there, and a folder that is not, are refused."""
+    # Before the verb asks for one device: later tests of this process want theirs.
+    assert len(jax.devices()) == 8
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
     words = ["config", "--from", str(tmp_path / "theirs"), "--base", "sft_llama1b", "--out"]
