@@ -20,7 +20,6 @@ from jtrain.check.packing import (
     check_positions,
     export_is_import,
     packed_is_alone,
-    without_adapter,
 )
 from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
@@ -29,6 +28,7 @@ from jtrain.config import tree
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
+from jtrain.model.adapters.adapted_kernel import without_adapter
 
 ROWS = 16
 """Rows of a small batch: eight devices, or four and four microbatches, have two or one of them."""

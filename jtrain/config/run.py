@@ -33,7 +33,7 @@ from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
-from jtrain.step.objective import ObjectiveSpec
+from jtrain.step.objective import DPO, ObjectiveSpec
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.xla_options import Deterministic
 from jtrain.supervise.spec import SuperviseSpec
@@ -109,7 +109,7 @@ class Run:
     model: Transformer
     adapter: LoRA | None = None
     optimizer: AdamW | Muon
-    objective: ObjectiveSpec = dataclasses.field(default_factory=ObjectiveSpec)
+    objective: ObjectiveSpec | DPO = dataclasses.field(default_factory=ObjectiveSpec)
     data: PackedText
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
     guard: GuardSpec = dataclasses.field(default_factory=GuardSpec)
