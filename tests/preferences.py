@@ -13,7 +13,7 @@ from jtrain.data.constructor.context_order import context_order
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.adapters.lora import LoRA
-from jtrain.model.param import at_path, map_params
+from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.step.objective import DPO
@@ -89,7 +89,13 @@ class PreferenceStep:
     """
 
     def __init__(
-        self, layout: str, objective: DPO, *, sizes: dict[str, Any] = SIZES, started: bool = True, **fields: Any
+        self,
+        layout: str,
+        objective: DPO,
+        *,
+        sizes: dict[str, Any] = SIZES,
+        started: bool = True,
+        **fields: Any,
     ) -> None:
         axes, own = LAYOUTS.get(layout, ({}, {}))
         self.spec, self.model = MeshSpec(**axes), Transformer(**sizes)
@@ -98,14 +104,15 @@ class PreferenceStep:
         infos = self.model.param_infos()
         self.infos = LORA.infos(infos) if self.has_adapter else infos
         scale = dict(adapter_scale=LORA.scale) if self.has_adapter else {}
-        self.layout = layout_from(
-            dict(compute_dtype="float32", **own, **fields), self.spec, self.infos, **scale
-        )
+        fields = dict(compute_dtype="float32") | own | fields
+        self.layout = layout_from(fields, self.spec, self.infos, **scale)
         optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, self.infos))
         self.step = make_train_step(self.model, optimizer, self.layout, self.mesh, objective=objective)
         self.state = init_state(self.layout, optimizer, self.mesh, seed=0)
         if started and self.has_adapter:
-            self.state = TrainState(**{**vars(self.state), "params": map_params(self._started, self.infos, self.state.params)})
+            self.state = TrainState(
+                **{**vars(self.state), "params": map_params(self._started, self.infos, self.state.params)}
+            )
         batch = pack(8, packed=True) if layout in LAYOUTS else pack(12, packed=False)
         columns = context_order(COLS, self.spec.context, self.layout.context_order)
         self.batch = jax.tree.map(

@@ -13,7 +13,7 @@ from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
-from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
+from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
 from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
@@ -230,7 +230,50 @@ def validate(run: Run) -> None:
             "data.eval_fraction=0 holds none out and eval.sets is empty. Set eval.every_steps=None, "
             "data.eval_fraction above 0, or eval.sets."
         )
+    check_preferences(run)
     run.profile.check_length(run.num_steps)
+
+
+def check_preferences(run: Run) -> None:
+    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot have."""
+    objective = run.objective
+    sources = [(field_of(name), source) for name, source in run.data.named_sources.items()]
+    sources += [(f"{HELD_OUT_PREFIX}{name}", source) for name, source in run.eval.sets.items()]
+    for field, source in sources:
+        is_paired = source.rejected_field is not None
+        if is_paired and not isinstance(objective, DPO):
+            raise UserError(
+                f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
+                f"objective=DPO(). Set it in the config, or remove {field}.rejected_field to learn the better answers "
+                "alone."
+            )
+        if not is_paired and isinstance(objective, DPO):
+            raise UserError(
+                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, and "
+                "prompt_field or messages_field with it."
+            )
+    if not isinstance(objective, DPO):
+        return
+    if objective.reference == "adapter_off" and run.adapter is None:
+        raise UserError(
+            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set adapter "
+            "(--with lora), or objective.reference=none."
+        )
+    if objective.reference == "adapter_off" and run.adapter is not None and run.adapter.train:
+        raise UserError(
+            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter the model "
+            "would not be what it was, as these parameters move. Set adapter.train=(), or objective.reference=none."
+        )
+    if run.model.z_loss:
+        raise UserError(
+            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their log-probabilities "
+            "alone. Set model.z_loss=0.0."
+        )
+    if (dtype := run.precision.matmul_dtype) != "compute":
+        raise UserError(
+            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared are of one "
+            "number format. Set precision.matmul_dtype=compute."
+        )
 
 
 def check_vocabulary(model: Transformer, vocab_size: int, *, field: str = "data.tokenizer") -> None:

@@ -41,7 +41,8 @@ from jtrain.step.objective import DPO, TOKENS, Objective, scale_of
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
-from jtrain.step.preferences.pair_step import PAIR_MEANS, PairStep
+from jtrain.step.preferences.pair_loss import PAIR_MEANS
+from jtrain.step.preferences.pair_step import PairStep
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.torus_collectives import along_torus
 from jtrain.step.xla_options import Deterministic, compiler_options, kernels_for
@@ -302,7 +303,11 @@ def local_gradients(
         (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        no_loss = jnp.zeros((), jnp.float32) if pairs is None else dict.fromkeys(PAIR_MEANS, jnp.float32(0))
+        no_loss = (
+            jnp.zeros((), jnp.float32)
+            if pairs is None
+            else dict.fromkeys(("loss", *PAIR_MEANS), jnp.float32(0))
+        )
         carry = (zero_sums(layout, trained), amax_probes(scaling), no_loss)
         (grads, amax, loss), _ = jax.lax.scan(add_microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
@@ -336,7 +341,8 @@ def reduce_step(
     """Sums over devices at the end of a step: gradients, largest values, loss and the hash of the batch.
 
     Args:
-      grads, amax, loss: of this device's tokens; of pairs `loss` has several means by name; num_tokens: valid targets of the global batch.
+      grads, amax, loss: of this device's tokens; of pairs `loss` has several means by name.
+      num_tokens: valid targets of the global batch.
 
     Returns:
       As `local_gradients`.

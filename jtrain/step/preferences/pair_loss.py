@@ -14,6 +14,9 @@ from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.step.objective import DPO, count_targets, sum_texts
 
+PAIR_MEANS = ("reward_margin", "accuracy")
+"""Means over pairs that a step returns beside their loss."""
+
 type PairMetrics = dict[str, Float[Array, ""]]
 """Sums over pairs: `loss`, `reward_margin` and `accuracy`."""
 

@@ -21,9 +21,6 @@ from jtrain.step.pipelined import pipelined_nats
 from jtrain.step.preferences.pair_loss import PairMetrics, weigh_tokens
 from jtrain.step.zero import attach_values, placement_of, trained_part
 
-PAIR_MEANS = ("loss", "reward_margin", "accuracy")
-"""Means over pairs that a step returns."""
-
 
 @dataclasses.dataclass(frozen=True)
 class PairStep:
@@ -61,9 +58,7 @@ class PairStep:
         """
         x_BLD, router_losses = self.model.forward(weights, part, placement)
         with jax.named_scope("loss"):
-            nats_BL = self.model.nats_of(
-                *jax.lax.stop_gradient((weights, x_BLD)), part.target_BL, placement
-            )
+            nats_BL = self.model.nats_of(*jax.lax.stop_gradient((weights, x_BLD)), part.target_BL, placement)
             weight_BL, sums = weigh_tokens(self.layout, self.spec, part, nats_BL)
         total, _ = self.model.cross_entropy(weights, x_BLD, part.target_BL, placement, weight_BL)
         router = self.model.router
@@ -83,7 +78,9 @@ class PairStep:
                     layout, params = self._base()
                     reference_MBL = pipelined_nats(self.model, layout, params, parts)
                 case "stored":
-                    reference_MBL = jax.vmap(lambda x_BL: own_positions(self.layout, x_BL))(parts.reference_BL)
+                    reference_MBL = jax.vmap(lambda x_BL: own_positions(self.layout, x_BL))(
+                        parts.reference_BL
+                    )
             parts = dataclasses.replace(parts, reference_BL=None)
             nats_MBL = pipelined_nats(self.model, self.layout, self.params, parts)
         weighed = dataclasses.replace(parts, reference_BL=reference_MBL)
@@ -98,5 +95,10 @@ class PairStep:
 
     def _base(self) -> tuple[Layout, Params]:
         """Returns layout and parameters of the model without its adapter."""
-        own = tuple(p for p in self.layout.params if not p.info.is_adapter)
-        return dataclasses.replace(self.layout, params=own, adapter_scale=None), without_adapter(self.params)
+        return without_adapters(self.layout), without_adapter(self.params)
+
+
+def without_adapters(layout: Layout) -> Layout:
+    """The layout of the frozen model of one with an adapter."""
+    own = tuple(p for p in layout.params if not p.info.is_adapter)
+    return dataclasses.replace(layout, params=own, adapter_scale=None)

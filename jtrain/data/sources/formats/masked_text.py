@@ -108,7 +108,9 @@ class MaskFields:
         if self.rejected is not None:
             value = dataclasses.replace(self, rejected=None).value_of(read)
             if (rejected := _optional(read, self.rejected)) is None:
-                raise ValueError(f"has no worse answer beside it, in the field {self.rejected!r} of rejected_field")
+                raise ValueError(
+                    f"has no worse answer beside it, in the field {self.rejected!r} of rejected_field"
+                )
             return value, rejected
         if self.is_chat:
             tools = self.rule.tools_field
