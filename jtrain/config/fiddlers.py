@@ -8,6 +8,7 @@ import fiddle as fdl
 
 from jtrain.config.run import Run
 from jtrain.model.adapters.lora import LoRA
+from jtrain.step.objective import DPO
 
 LARGE = 1024
 """Width from which on a model is one for accelerators, with files that not every machine has."""
@@ -93,6 +94,11 @@ def _blocks(run: fdl.Config[Run]) -> list[Any]:
 def lora(run: fdl.Config[Run]) -> None:
     """Freezes the model and trains an adapter of low rank beside every matrix of its layers."""
     run.adapter = fdl.Config(LoRA)
+
+
+def dpo(run: fdl.Config[Run]) -> None:
+    """Learns from preference pairs, against the model without its adapter."""
+    run.objective = fdl.Config(DPO)
 
 
 def profile(run: fdl.Config[Run]) -> None:

@@ -244,8 +244,8 @@ def check_preferences(run: Run) -> None:
         if is_paired and not isinstance(objective, DPO):
             raise UserError(
                 f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
-                f"objective=DPO(). Set it in the config, or remove {field}.rejected_field to learn the better answers "
-                "alone."
+                f"objective=DPO(...). Set it (--with dpo), or remove {field}.rejected_field to learn the better "
+                "answers alone."
             )
         if not is_paired and isinstance(objective, DPO):
             raise UserError(

@@ -127,5 +127,5 @@ def test_the_first_loss_is_ln_2(layout: str, dtype: str) -> None:
     """An adapter that adds nothing yet is its own reference, in one row or many, in any number format."""
     values, gradient = first_step(layout, DPO(beta=0.3), started=False, compute_dtype=dtype)
     assert abs(values["loss_nats"] - math.log(2)) < 1e-6
-    assert values["reward_margin"] == 0
+    assert abs(values["reward_margin"]) < 1e-6
     assert max(np.abs(g).max() for g in gradient.values()) > 1e-4, "it moves away from there"

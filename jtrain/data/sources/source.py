@@ -53,7 +53,8 @@ class Source:
     """Source of documents, with a share in the mixture.
 
     path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard
-      library), `stdlib_chats` (conversations about the names in it), or the URL of a file, folder or glob:
+      library), `stdlib_chats` (conversations about the names in it), `stdlib_pairs` (a right and a wrong answer about
+      each name), or the URL of a file, folder or glob:
       s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A folder takes only its
       data files (`data_files`); a file or a glob takes all that it names. For format grain,
       `module:function` or `path/to/file.py:function` of a function that returns a `grain.MapDataset` of str.
