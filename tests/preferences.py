@@ -113,6 +113,8 @@ class PreferenceStep:
             self.state = TrainState(
                 **{**vars(self.state), "params": map_params(self._started, self.infos, self.state.params)}
             )
+        # The step takes the memory of its state.
+        self.params = jax.device_get(self.state.params)
         batch = pack(8, packed=True) if layout in LAYOUTS else pack(12, packed=False)
         columns = context_order(COLS, self.spec.context, self.layout.context_order)
         self.batch = jax.tree.map(
@@ -127,7 +129,8 @@ class PreferenceStep:
             drawn = drawn[np.asarray(self.layout.pipeline.order)]
         return jax.device_put(drawn.astype(value.dtype), value.sharding)
 
-    def run(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    @functools.cached_property
+    def result(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Metrics, and the gradient (times 1 - b1) of the first step by path."""
         state, metrics = self.step(self.state, self.batch)
         order = np.argsort(self.layout.pipeline.order) if self.layout.pipeline else slice(None)
@@ -141,5 +144,6 @@ class PreferenceStep:
 
 
 @functools.cache
-def first_step(layout: str, objective: DPO, **options: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    return PreferenceStep(layout, objective, **options).run()
+def first_step(layout: str, objective: DPO, **options: Any) -> PreferenceStep:
+    """The step of a layout, compiled once."""
+    return PreferenceStep(layout, objective, **options)
