@@ -7,7 +7,7 @@ microbatches, context or rows, the loss and its gradient are the same.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,24 @@ class DPO:
 
 
 type Objective = ObjectiveSpec | DPO
+
+
+class ForwardPasses(NamedTuple):
+    """Passes of each microbatch beside the one that is differentiated: through all layers, and through the
+    unembedding.
+    """
+
+    layers: int
+    unembeddings: int
+
+
+def forward_passes(objective: Objective, *, is_pipelined: bool) -> ForwardPasses:
+    """Returns the forward passes that an objective adds to a step."""
+    if not isinstance(objective, DPO):
+        return ForwardPasses(0, 0)
+    reference = objective.reference == "adapter_off"
+    # Log-probabilities come first, from the same hidden states, and in a pipeline from a pass of their own.
+    return ForwardPasses(reference + is_pipelined, reference + 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def compile_step(
     ids = jax.ShapeDtypeStruct(
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
-    step: Any = make_train_step(job.model, optimizer, layout, mesh)
+    step: Any = make_train_step(job.model, optimizer, layout, mesh, objective=job.objective)
     start = time.perf_counter()
     with lowering_for(mesh, live(devices[0])):  # GPU kernels ask for the chip's number of cores
         lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))

@@ -52,7 +52,7 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
     ids = jax.ShapeDtypeStruct(
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
-    step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
+    step: Any = make_train_step(job.model, optimizer, job.layout, mesh, objective=job.objective)
     with registry.recording() as calls, lowering_for(mesh, live(devices[0])):
         step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     # Layers that are alike ask with the same shapes.
