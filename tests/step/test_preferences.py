@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_plain_jax_one_pair_at_a_time(objective:
     np.testing.assert_allclose(values["reward_margin"], margins.mean(), atol=1e-5)
     assert values["accuracy"] == pytest.approx((margins > 0).mean())
     assert 0 < values["accuracy"] < 1, "pairs of both kinds"
-    want = flatten_dict(gradient, sep=".")
+    want: dict[str, Any] = flatten_dict(gradient, sep=".")
     total = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in want.values()))
     assert want.keys() == moments.keys()
     for path, expected in want.items():
