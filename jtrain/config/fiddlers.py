@@ -35,10 +35,13 @@ def small(run: fdl.Config[Run]) -> None:
             block.feed_forward.d_ff = 32
         if getattr(block.mixer, "window", None) is not None:
             block.mixer.window = 16
+    # A pair is whole, and those of the standard library have about 150 bytes.
+    is_paired = any(source.rejected_field is not None for source in run.data.sources.values())
+    seq_len = 256 if is_paired else 64
     if run.layout.microbatch_tokens is not None:
         # As many sequences at a time as before.
-        run.layout.microbatch_tokens = max(1, 64 * run.layout.microbatch_tokens // run.data.seq_len)
-    run.data.seq_len = 64
+        run.layout.microbatch_tokens = max(1, seq_len * run.layout.microbatch_tokens // run.data.seq_len)
+    run.data.seq_len = seq_len
     run.checkpoint.every_steps = 5
     run.eval.every_steps = 5
     run.metrics.log_every_steps = 1
@@ -46,7 +49,7 @@ def small(run: fdl.Config[Run]) -> None:
         # Files that every installation has: the run must not download anything.
         chats = [source for source in run.data.sources.values() if source.messages_field is not None]
         for source in chats:
-            source.path = "stdlib_chats"
+            source.path = "stdlib_chats" if source.rejected_field is None else "stdlib_pairs"
         if chats:
             run.model.vocab_size = 264  # divides over 8 devices
             run.data.tokenizer = "bytes_chat"

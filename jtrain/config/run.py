@@ -8,11 +8,14 @@ import dataclasses
 from typing import Any
 
 import fiddle as fdl
+import numpy as np
+from jaxtyping import Int64
 
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
+from jtrain.data.constructor.context_order import context_order
 from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
 from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
@@ -139,6 +142,10 @@ class Run:
         """
         infos = self.model.param_infos()
         return infos if self.adapter is None else self.adapter.infos(infos)
+
+    def context_order(self) -> Int64[np.ndarray, " L"]:
+        """Place in a row's text of each column of a batch."""
+        return context_order(self.data.seq_len, self.mesh.context, self.data.context_order)
 
     @property
     def components_of_layout(self) -> dict[str, Any]:

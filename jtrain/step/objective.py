@@ -47,17 +47,23 @@ class DPO:
     form: `sigmoid`: log(1 + exp(margin - beta d)), ln 2 for the reference itself; `sigmoid_norm`: the same with s
       per token, so that long answers do not count more; `ipo`: (d - 1 / (2 beta))^2 with s per token
       (arXiv:2310.12036); `simpo`: `sigmoid_norm` without a reference (arXiv:2405.14734).
-    reference: `adapter_off`: the model without its adapter, in a forward pass of its own; `none`: none.
+    reference: `adapter_off`: the model without its adapter, in a forward pass of its own; `stored`: log-probabilities
+      that `jtrain data reference` wrote beforehand; `none`: none.
+    stored: their file.
     margin: how much more of `beta d` is asked for before the loss falls; the gamma of simpo.
     """
 
     beta: float = 0.1
     form: Literal["sigmoid", "sigmoid_norm", "ipo", "simpo"] = "sigmoid"
-    reference: Literal["adapter_off", "none"] = "adapter_off"
+    reference: Literal["adapter_off", "stored", "none"] = "adapter_off"
     margin: float = 0.0
+    stored: str | None = None
 
     def __post_init__(self) -> None:
-        choices = {"form": ("sigmoid", "sigmoid_norm", "ipo", "simpo"), "reference": ("adapter_off", "none")}
+        choices = {
+            "form": ("sigmoid", "sigmoid_norm", "ipo", "simpo"),
+            "reference": ("adapter_off", "stored", "none"),
+        }
         for field, names in choices.items():
             if (value := getattr(self, field)) not in names:
                 raise UserError(f"objective.{field}={value!r} must be one of {', '.join(names)}.")
@@ -69,6 +75,12 @@ class DPO:
             raise UserError(
                 f"objective.form=simpo has no reference, but objective.reference={self.reference}. Set "
                 "objective.reference=none, or objective.form=sigmoid_norm."
+            )
+        if (self.reference == "stored") != (self.stored is not None):
+            raise UserError(
+                f"objective.reference={self.reference} with objective.stored={self.stored!r}, which is the file of a "
+                "stored reference. Set objective.stored to what `jtrain data reference` wrote and "
+                "objective.reference=stored, or objective.stored=None and another reference."
             )
         if self.form == "ipo" and self.margin:
             raise UserError(
@@ -185,3 +197,10 @@ def own_positions(layout: Layout, x_BL: Array) -> Array:
 def _sum_rows(layout: Layout, x: Array) -> Array:
     """Sums over all elements of the rows of every device; devices of one row have the same."""
     return jax.lax.psum(jnp.sum(x), tuple(axis for axis in BATCH_AXES if layout.mesh.shape[axis] > 1))
+
+
+def abstract_batch(ids: jax.ShapeDtypeStruct, objective: Objective = TOKENS) -> Batch:
+    """Returns the batch of a step as shapes, those of `ids`."""
+    stored = isinstance(objective, DPO) and objective.reference == "stored"
+    nats = jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=ids.sharding) if stored else None
+    return Batch(ids, ids, ids, ids, reference_BL=nats)

@@ -11,15 +11,15 @@ from jaxtyping import Float, Float64, Int64
 
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
+from jtrain.data.references import References
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.param import Params
-from jtrain.model.transformer import Transformer
 from jtrain.runtime.multihost import same_everywhere
-from jtrain.step.objective import DPO, ObjectiveSpec
+from jtrain.step.objective import DPO
 from jtrain.step.preferences.pair_loss import pair_losses
 from jtrain.step.preferences.pair_step import without_adapters
 from jtrain.step.train_step import make_eval_step
@@ -38,11 +38,18 @@ class Evaluation:
         processes see different files of it.
     """
 
-    def __init__(self, run: Run, layout: Layout, mesh: Mesh, dataset: TextDataset) -> None:
+    def __init__(
+        self,
+        run: Run,
+        layout: Layout,
+        mesh: Mesh,
+        dataset: TextDataset,
+        references: References | None = None,
+    ) -> None:
         self._mesh = mesh
         self._context = run.mesh.context
         self._step = make_eval_step(run.model, layout, mesh)
-        self._pairs = PairScores(run.objective, run.model, layout, mesh) if run.data.has_pairs else None
+        self._pairs = PairScores(run, layout, mesh, references) if run.data.has_pairs else None
         self._generations: Generations | None = None
         evaluates = run.eval.every_steps is not None
         # Only if it will be used: opening a split reads an index of the data.
@@ -124,14 +131,12 @@ class Evaluation:
 class PairScores:
     """Losses and margins of held-out pairs, by the objective that is trained."""
 
-    def __init__(
-        self, objective: ObjectiveSpec | DPO, model: Transformer, layout: Layout, mesh: Mesh
-    ) -> None:
-        assert isinstance(objective, DPO)
-        self._objective = objective
+    def __init__(self, run: Run, layout: Layout, mesh: Mesh, references: References | None) -> None:
+        assert isinstance(run.objective, DPO)
+        self._objective, self._references, self._order_L = run.objective, references, run.context_order()
         self._reference_step = (
-            make_eval_step(model, without_adapters(layout), mesh)
-            if objective.reference == "adapter_off"
+            make_eval_step(run.model, without_adapters(layout), mesh)
+            if run.objective.reference == "adapter_off"
             else None
         )
 
@@ -147,6 +152,8 @@ class PairScores:
         score_BL = -nats_BL
         if self._reference_step is not None:
             score_BL = score_BL + np.asarray(self._reference_step(without_adapter(params), batch))
+        if self._references is not None:
+            score_BL = score_BL + self._references.beside(rows, self._order_L).reference_BL
         num_rows, length = nats_BL.shape
         # Numbers of texts over all rows; 0 of each row is padding.
         text_BL = np.arange(num_rows)[:, None] * (length + 2) + rows.segment_BL

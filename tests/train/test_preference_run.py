@@ -52,9 +52,9 @@ def run_of(path: Path | str, *sets: str) -> tuple[Any, Run]:
 
 
 def test_a_run_starts_at_ln_2_and_tells_pairs_apart(tmp_path: Path) -> None:
-    """On four devices; held-out pairs are compared by the same loss, and begin at ln 2 as well."""
+    """On eight devices; held-out pairs are compared by the same loss, and begin at ln 2 as well."""
     config, run = run_of(
-        write_pairs(tmp_path), "mesh.data=4", "layout.zero_stage=3", "optimizer.peak_lr=1e-2"
+        write_pairs(tmp_path), "mesh.data=8", "layout.zero_stage=3", "optimizer.peak_lr=1e-2"
     )
     workdir = tmp_path / "run"
     assert attempt.train(run, workdir=workdir, config_text=tree.flat(config)) == 0
