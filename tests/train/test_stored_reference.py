@@ -28,6 +28,7 @@ def losses(pairs: Path, workdir: Path, *sets: str) -> list[float]:
     return [line[name] for name in ("loss_nats", "eval_loss_nats") for line in lines if name in line]
 
 
+@pytest.mark.slow
 def test_a_stored_reference_is_the_adapter_switched_off(tmp_path: Path) -> None:
     """On rows that `context` splits in zig-zag order; with an adapter, and in the first step without one."""
     pairs, out = write_pairs(tmp_path), tmp_path / "reference.npz"
