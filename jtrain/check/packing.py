@@ -22,7 +22,7 @@ from jtrain.hf.model_config import config_from_model, family_of, model_from_conf
 from jtrain.hf.model_files import open_tensors, read_config
 from jtrain.hf.prove import evaluator
 from jtrain.layout.constants import IGNORE
-from jtrain.layout.dims import ADAPTER, Batch
+from jtrain.layout.dims import Batch
 from jtrain.model.param import Params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -70,13 +70,6 @@ class OneDevice:
         batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
         # Divided by 1: sums of pieces add up, means over another number of targets do not.
         return self._evaluate(params, batch, jnp.float32(1.0))
-
-
-def without_adapter(params: Any) -> Params:
-    """The parameters of the model itself; an adapter adds nothing before its first update."""
-    if not isinstance(params, dict):
-        return params
-    return {name: without_adapter(value) for name, value in params.items() if not name.endswith(ADAPTER)}
 
 
 def without_losses_of_rows(model: Transformer) -> Transformer:

@@ -20,7 +20,6 @@ from jtrain.check.packing import (
     check_positions,
     export_is_import,
     packed_is_alone,
-    without_adapter,
 )
 from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
@@ -29,6 +28,8 @@ from jtrain.config import tree
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
+from jtrain.model.adapters.adapted_kernel import without_adapter
+from jtrain.step.objective import ObjectiveSpec
 
 ROWS = 16
 """Rows of a small batch: eight devices, or four and four microbatches, have two or one of them."""
@@ -59,6 +60,10 @@ class RunCheck:
 
     def __init__(self, run_config: Any, memory: CompiledPlan, *, started_s: float) -> None:
         self.run: Run = build_run(run_config)
+        if self.run.data.has_pairs:
+            raise UserError(
+                "data.sources have preference pairs, whose two texts no proof tells apart yet. Leave out the check."
+            )
         self.config_text = tree.flat(run_config)
         self._memory, self._started_s = memory, started_s
         self.dataset = open_dataset(self._own_data, seed=self.run.seed)
@@ -145,6 +150,7 @@ class RunCheck:
         course = self.reference.course
         assert course.nats_BL is not None
         samples, objective = self.samples[0], self.run.objective
+        assert isinstance(objective, ObjectiveSpec), "pairs are refused above"
         return packed_is_alone(self.device, samples, objective, course.losses[0], course.nats_BL)
 
     def _layouts(self) -> Proofs:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.cli.data_inspect import add_inspect_options, inspect
+from jtrain.cli.data_reference import add_reference_options, reference
+from jtrain.cli.data_reference import then as train_with_reference
 from jtrain.cli.options import add_config, add_json, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import FileError, UserError
@@ -319,6 +321,14 @@ VERB = Verb(
             add_bench_options,
             "Runs the data plane of a config without a trainer.",
             then=functools.partial(_of_run, "launch"),
+        ),
+        "reference": Command(
+            "write the log-probabilities of preference pairs by a run's first weights, for objective.reference=stored",
+            reference,
+            add_reference_options,
+            "Reads every pair of the sources and of eval.sets once, and computes with the weights before the first "
+            "step, without an adapter, in the layout of the run.",
+            then=train_with_reference,
         ),
         "sample": Command(
             "write six small sources in six formats, from text on this machine, for --config=mixture",

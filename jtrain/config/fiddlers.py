@@ -8,6 +8,7 @@ import fiddle as fdl
 
 from jtrain.config.run import Run
 from jtrain.model.adapters.lora import LoRA
+from jtrain.step.objective import DPO
 
 LARGE = 1024
 """Width from which on a model is one for accelerators, with files that not every machine has."""
@@ -34,10 +35,13 @@ def small(run: fdl.Config[Run]) -> None:
             block.feed_forward.d_ff = 32
         if getattr(block.mixer, "window", None) is not None:
             block.mixer.window = 16
+    # A pair is whole, and those of the standard library have about 150 bytes.
+    is_paired = any(source.rejected_field is not None for source in run.data.sources.values())
+    seq_len = 256 if is_paired else 64
     if run.layout.microbatch_tokens is not None:
         # As many sequences at a time as before.
-        run.layout.microbatch_tokens = max(1, 64 * run.layout.microbatch_tokens // run.data.seq_len)
-    run.data.seq_len = 64
+        run.layout.microbatch_tokens = max(1, seq_len * run.layout.microbatch_tokens // run.data.seq_len)
+    run.data.seq_len = seq_len
     run.checkpoint.every_steps = 5
     run.eval.every_steps = 5
     run.metrics.log_every_steps = 1
@@ -45,7 +49,7 @@ def small(run: fdl.Config[Run]) -> None:
         # Files that every installation has: the run must not download anything.
         chats = [source for source in run.data.sources.values() if source.messages_field is not None]
         for source in chats:
-            source.path = "stdlib_chats"
+            source.path = "stdlib_chats" if source.rejected_field is None else "stdlib_pairs"
         if chats:
             run.model.vocab_size = 264  # divides over 8 devices
             run.data.tokenizer = "bytes_chat"
@@ -93,6 +97,11 @@ def _blocks(run: fdl.Config[Run]) -> list[Any]:
 def lora(run: fdl.Config[Run]) -> None:
     """Freezes the model and trains an adapter of low rank beside every matrix of its layers."""
     run.adapter = fdl.Config(LoRA)
+
+
+def dpo(run: fdl.Config[Run]) -> None:
+    """Learns from preference pairs, against the model without its adapter."""
+    run.objective = fdl.Config(DPO)
 
 
 def profile(run: fdl.Config[Run]) -> None:

@@ -8,12 +8,15 @@ import dataclasses
 from typing import Any
 
 import fiddle as fdl
+import numpy as np
+from jaxtyping import Int64
 
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
-from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
+from jtrain.data.constructor.context_order import context_order
+from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
 from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
@@ -33,7 +36,7 @@ from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
-from jtrain.step.objective import ObjectiveSpec
+from jtrain.step.objective import DPO, ObjectiveSpec
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.xla_options import Deterministic
 from jtrain.supervise.spec import SuperviseSpec
@@ -109,7 +112,7 @@ class Run:
     model: Transformer
     adapter: LoRA | None = None
     optimizer: AdamW | Muon
-    objective: ObjectiveSpec = dataclasses.field(default_factory=ObjectiveSpec)
+    objective: ObjectiveSpec | DPO = dataclasses.field(default_factory=ObjectiveSpec)
     data: PackedText
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
     guard: GuardSpec = dataclasses.field(default_factory=GuardSpec)
@@ -139,6 +142,10 @@ class Run:
         """
         infos = self.model.param_infos()
         return infos if self.adapter is None else self.adapter.infos(infos)
+
+    def context_order(self) -> Int64[np.ndarray, " L"]:
+        """Place in a row's text of each column of a batch."""
+        return context_order(self.data.seq_len, self.mesh.context, self.data.context_order)
 
     @property
     def components_of_layout(self) -> dict[str, Any]:
@@ -230,7 +237,50 @@ def validate(run: Run) -> None:
             "data.eval_fraction=0 holds none out and eval.sets is empty. Set eval.every_steps=None, "
             "data.eval_fraction above 0, or eval.sets."
         )
+    check_preferences(run)
     run.profile.check_length(run.num_steps)
+
+
+def check_preferences(run: Run) -> None:
+    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot have."""
+    objective = run.objective
+    sources = [(field_of(name), source) for name, source in run.data.named_sources.items()]
+    sources += [(f"{HELD_OUT_PREFIX}{name}", source) for name, source in run.eval.sets.items()]
+    for field, source in sources:
+        is_paired = source.rejected_field is not None
+        if is_paired and not isinstance(objective, DPO):
+            raise UserError(
+                f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
+                f"objective=DPO(...). Set it (--with dpo), or remove {field}.rejected_field to learn the better "
+                "answers alone."
+            )
+        if not is_paired and isinstance(objective, DPO):
+            raise UserError(
+                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, and "
+                "prompt_field or messages_field with it."
+            )
+    if not isinstance(objective, DPO):
+        return
+    if objective.reference == "adapter_off" and run.adapter is None:
+        raise UserError(
+            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set adapter "
+            "(--with lora), or objective.reference=none."
+        )
+    if objective.reference == "adapter_off" and run.adapter is not None and run.adapter.train:
+        raise UserError(
+            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter the model "
+            "would not be what it was, as these parameters move. Set adapter.train=(), or objective.reference=none."
+        )
+    if run.model.z_loss:
+        raise UserError(
+            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their log-probabilities "
+            "alone. Set model.z_loss=0.0."
+        )
+    if (dtype := run.precision.matmul_dtype) != "compute":
+        raise UserError(
+            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared are of one "
+            "number format. Set precision.matmul_dtype=compute."
+        )
 
 
 def check_vocabulary(model: Transformer, vocab_size: int, *, field: str = "data.tokenizer") -> None:

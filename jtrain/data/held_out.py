@@ -15,7 +15,7 @@ from jaxtyping import Int, Int32, Int64
 
 from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, spans_of
 from jtrain.data.constructor.context_order import context_order
-from jtrain.data.loss_mask import ignore_targets, runs_within
+from jtrain.data.loss_mask import border_of, ignore_targets, number_pairs, runs_within
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
@@ -170,7 +170,9 @@ class HeldOutSet:
             if chunk:
                 continue
             read = self._read(number)
-            edges = [0, *(int(edge) for edge in read.ignored.ravel()), len(read.ids)]
+            # Of a pair the better answer: it comes first.
+            runs, end_of_text = read.ignored, border_of(read.ignored) or len(read.ids)
+            edges = [0, *(int(edge) for edge in runs[runs[:, 0] < end_of_text].ravel()), end_of_text]
             source = int(self.document_table.source[document])
             questions += [
                 Question(source, read.ids[:start], read.ids[start:end])
@@ -225,6 +227,8 @@ class HeldOutSet:
                 runs_within(reads[n].ignored, start, end) for _, n, start, end in iterate_pieces(plan.pieces)
             ]
             ignore_targets(rows.target_BL, plan.pieces, runs)
+            if spec.has_pairs:
+                number_pairs(rows.position_BL, rows.segment_BL, plan.pieces, runs)
             arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
             # Permuted last, as targets and runs are computed on neighbouring tokens.
             batch = Batch(*(array[:, order] for array in arrays))

@@ -170,6 +170,62 @@ def runs_of_spans(
     return np.concatenate(shifted_runs)
 
 
+def join_pairs(
+    lengths: Int[np.ndarray, " texts"], runs: Int32[np.ndarray, "runs 2"]
+) -> tuple[Int32[np.ndarray, " pairs"], Int32[np.ndarray, "some 2"]]:
+    """Returns the lengths of pairs, each two of the texts in turn, and the runs with a mark between the two.
+
+    The mark is an empty run [b, b) where the second text begins: it goes with the runs wherever they go, and
+    ignores no target. Example, texts of 3 and 4 tokens whose first two are a prompt: the runs [0, 2) and [3, 5)
+    become [0, 2), [3, 3) and [3, 5).
+    """
+    ends = np.cumsum(lengths, dtype=np.int32)
+    # A bad record is a pair of empty texts, without a border.
+    borders = ends[::2][lengths[::2] > 0]
+    marked = np.concatenate([runs, np.stack([borders, borders], axis=1)])
+    order = np.lexsort((marked[:, 1], marked[:, 0]))
+    return lengths.reshape(-1, 2).sum(axis=1, dtype=np.int32), marked[order].astype(np.int32)
+
+
+def border_of(runs: Int[np.ndarray, "runs 2"]) -> int | None:
+    """Returns the token at which the second text of a pair begins; None if the runs are not those of a pair."""
+    borders = runs[runs[:, 0] == runs[:, 1], 0]
+    return int(borders[0]) if len(borders) else None
+
+
+def number_pairs(
+    position_BL: Int32[np.ndarray, "B L"],
+    segment_BL: Int32[np.ndarray, "B L"],
+    pieces: Pieces,
+    runs: Sequence[Int[np.ndarray, "_ 2"]],
+) -> None:
+    """Makes two segments of each piece, which is a pair: pair p of a row has 2 p - 1, the better text, and 2 p.
+
+    Args:
+      runs: runs of each piece, with the mark of `join_pairs`.
+    """
+    np.subtract(2 * segment_BL, segment_BL > 0, out=segment_BL)
+    position, segment = position_BL.reshape(-1), segment_BL.reshape(-1)
+    assert np.shares_memory(segment, segment_BL), "the batch is contiguous"
+    ends = _first_positions(pieces, segment_BL.shape[1]) + pieces.end - pieces.start
+    for end, length, piece_runs in zip(
+        ends.tolist(), (pieces.end - pieces.start).tolist(), runs, strict=True
+    ):
+        border = border_of(piece_runs)
+        assert border is not None, "a piece of preferences is a whole pair"
+        position[end - length + border : end] -= border
+        segment[end - length + border : end] += 1
+
+
+def _first_positions(pieces: Pieces, row_tokens: int) -> Int64[np.ndarray, " pieces"]:
+    """Returns where each piece begins in the rows laid end to end."""
+    length = pieces.end - pieces.start
+    tokens_before: Int64[np.ndarray, " pieces"] = np.cumsum(length) - length
+    # Index of the first piece in the same row: pieces are sorted by row.
+    first_of_row = np.searchsorted(pieces.row, pieces.row)
+    return pieces.row * row_tokens + tokens_before - tokens_before[first_of_row]
+
+
 def ignore_targets(
     target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "_ 2"]]
 ) -> None:
@@ -178,11 +234,7 @@ def ignore_targets(
     Args:
       runs: runs of each piece, counted from its first token.
     """
-    length = pieces.end - pieces.start
-    tokens_before: Int64[np.ndarray, " pieces"] = np.cumsum(length) - length
-    # Index of the first piece in the same row: pieces are sorted by row.
-    first_of_row = np.searchsorted(pieces.row, pieces.row)
-    first_position = pieces.row * target_BL.shape[1] + tokens_before - tokens_before[first_of_row]
+    first_position = _first_positions(pieces, target_BL.shape[1])
     target = target_BL.reshape(-1)
     assert np.shares_memory(target, target_BL), "the batch is contiguous"
     for position, piece_runs in zip(first_position.tolist(), runs, strict=True):

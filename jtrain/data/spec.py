@@ -132,9 +132,35 @@ class PackedText:
                     f"first; not {ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
+            self.check_pairs(name, source)
             # An adopted index may hold samples, which is known when it is open.
             if self.prepared is None or source.mask is not None:
                 self.check_samples(name, source, has_samples=source.mask is not None)
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if the samples are preference pairs, those of all sources."""
+        return any(source.rejected_field is not None for source in self.named_sources.values())
+
+    def check_pairs(self, name: str, source: Source) -> None:
+        """Refuses pairs beside other samples, cut or prepared."""
+        field, rejected = field_of(name), source.rejected_field
+        if (rejected is not None) != self.has_pairs:
+            raise UserError(
+                f"{field}.rejected_field={rejected!r}, and data.sources have "
+                f"{'preference pairs' if self.has_pairs else 'none'}: a run has pairs in all sources or in none. Set "
+                f"{field}.rejected_field, or remove it, or leave the source out."
+            )
+        if rejected is not None and self.packing == "concat":
+            raise UserError(
+                f"{field}.rejected_field={rejected!r} has pairs, which are whole, but data.packing='concat' cuts them "
+                "at row ends. Remove data.packing."
+            )
+        if rejected is not None and self.prepared is not None:
+            raise UserError(
+                f"{field}.rejected_field={rejected!r}: an index of prepared tokens holds no preference pairs. Set "
+                "data.prepared=None."
+            )
 
     def check_samples(self, name: str, source: Source, *, has_samples: bool) -> None:
         """Refuses a rule for long samples of a source without samples, or whose samples are cut anywhere.

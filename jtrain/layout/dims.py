@@ -38,6 +38,10 @@ class Batch:
     `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or
     `IGNORE`. `weight_BL` is the factor of each target in the loss, float32; None weighs all alike. A step may
     set it from the other arrays (`ObjectiveSpec`); the data plane does not.
+
+    Rows of preference pairs have segments 2 p - 1, the better text of pair p, and 2 p, the worse one.
+    `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a
+    whole text at its first token.
     """
 
     token_BL: Int[Any, "B L"]
@@ -45,6 +49,7 @@ class Batch:
     position_BL: Int[Any, "B L"]
     segment_BL: Int[Any, "B L"]
     weight_BL: Any = None
+    reference_BL: Any = None
 
 
 ADAPTER = "_lora"

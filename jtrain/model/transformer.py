@@ -194,9 +194,9 @@ class Transformer(nnx.Module):
         Raises:
           UserError: layers are unrolled, but their weights or activations are offloaded to host memory.
         """
-        return self._forward(params, batch, placement)[0]
+        return self.forward(params, batch, placement)[0]
 
-    def _forward(
+    def forward(
         self, params: Params, batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
@@ -329,7 +329,7 @@ class Transformer(nnx.Module):
         of the batch gives the same loss. Routers see masked prompts too: `targets_per_token` makes a mean over
         all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
-        x_BLD, losses = self._forward(params, batch, placement)
+        x_BLD, losses = self.forward(params, batch, placement)
         total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement, batch.weight_BL)
         if self.router is None or losses is None:
             return total, nats

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run, run_layout
-from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.layout import Layout, LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
@@ -24,7 +24,12 @@ def plan_job(run: Run, machine: Machine | None = None) -> Job:
     Raises:
       UserError: the model does not split evenly over the mesh, as in `make_layout`.
     """
-    return Job(run.model, run_layout(run), run.optimizer, run.data.global_batch, run.data.seq_len, machine)
+    return _job(run, run_layout(run), machine)
+
+
+def _job(run: Run, layout: Layout, machine: Machine | None) -> Job:
+    data = run.data
+    return Job(run.model, layout, run.optimizer, data.global_batch, data.seq_len, machine, run.objective)
 
 
 def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
@@ -39,7 +44,7 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     # The search lays the job out anew for every candidate, and chooses the microbatches itself.
     limits = dataclasses.replace(run.layout, microbatch_tokens=None)
     plain = make_layout(LayoutSpec(), MeshSpec(), run.param_infos(), **run.components_of_layout)
-    job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
+    job = _job(run, plain, machine)
     return SearchTask(job, limits, **settings)
 
 

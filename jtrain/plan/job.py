@@ -9,6 +9,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import Machine
 from jtrain.step.description.step_description import StepDescription
+from jtrain.step.objective import TOKENS, Objective
 from jtrain_kernels.device import Platform
 
 
@@ -20,6 +21,7 @@ class Job:
     global_batch: sequences per step, over all devices; seq_len: tokens of each sequence.
     machine: the devices that the step runs on; None if only bytes are asked for, which are then those of a
       GPU.
+    objective: the loss, which may have forward passes of its own.
     """
 
     model: Transformer
@@ -28,6 +30,7 @@ class Job:
     global_batch: int
     seq_len: int
     machine: Machine | None = None
+    objective: Objective = TOKENS
 
     @property
     def platform(self) -> Platform:
@@ -57,7 +60,7 @@ class Job:
         Raises:
           UserError: as `rows`.
         """
-        return StepDescription(self.model, self.layout, self.rows(), self.seq_len)
+        return StepDescription(self.model, self.layout, self.rows(), self.seq_len, self.objective)
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int | None = None) -> "Job":
         """The same job with another layout, and another batch if one is given.

@@ -6,12 +6,14 @@ microbatches, context or rows, the loss and its gradient are the same.
 """
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain.errors import UserError
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
@@ -34,12 +36,87 @@ TOKENS = ObjectiveSpec()
 
 
 @dataclasses.dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation (arXiv:2305.18290): the mean over pairs of a loss that falls as the better
+    text gains on the worse one, against a reference.
+
+    Let s be the log-probability of a text's answer less that of the reference, and d the difference of s of the
+    two texts.
+
+    beta: strength of the preference against the reference.
+    form: `sigmoid`: log(1 + exp(margin - beta d)), ln 2 for the reference itself; `sigmoid_norm`: the same with s
+      per token, so that long answers do not count more; `ipo`: (d - 1 / (2 beta))^2 with s per token
+      (arXiv:2310.12036); `simpo`: `sigmoid_norm` without a reference (arXiv:2405.14734).
+    reference: `adapter_off`: the model without its adapter, in a forward pass of its own; `stored`: log-probabilities
+      that `jtrain data reference` wrote beforehand; `none`: none.
+    stored: their file.
+    margin: how much more of `beta d` is asked for before the loss falls; the gamma of simpo.
+    """
+
+    beta: float = 0.1
+    form: Literal["sigmoid", "sigmoid_norm", "ipo", "simpo"] = "sigmoid"
+    reference: Literal["adapter_off", "stored", "none"] = "adapter_off"
+    margin: float = 0.0
+    stored: str | None = None
+
+    def __post_init__(self) -> None:
+        choices = {
+            "form": ("sigmoid", "sigmoid_norm", "ipo", "simpo"),
+            "reference": ("adapter_off", "stored", "none"),
+        }
+        for field, names in choices.items():
+            if (value := getattr(self, field)) not in names:
+                raise UserError(f"objective.{field}={value!r} must be one of {', '.join(names)}.")
+        if not (math.isfinite(self.beta) and self.beta > 0):
+            raise UserError(f"objective.beta={self.beta} must be a finite number above 0.")
+        if not (math.isfinite(self.margin) and self.margin >= 0):
+            raise UserError(f"objective.margin={self.margin} must be a finite number, zero or more.")
+        if self.form == "simpo" and self.reference != "none":
+            raise UserError(
+                f"objective.form=simpo has no reference, but objective.reference={self.reference}. Set "
+                "objective.reference=none, or objective.form=sigmoid_norm."
+            )
+        if (self.reference == "stored") != (self.stored is not None):
+            raise UserError(
+                f"objective.reference={self.reference} with objective.stored={self.stored!r}, which is the file of a "
+                "stored reference. Set objective.stored to what `jtrain data reference` wrote and "
+                "objective.reference=stored, or objective.stored=None and another reference."
+            )
+        if self.form == "ipo" and self.margin:
+            raise UserError(
+                f"objective.margin={self.margin} with objective.form=ipo, whose margin is 1 / (2 beta). Set "
+                "objective.margin=0."
+            )
+
+
+type Objective = ObjectiveSpec | DPO
+
+
+class ForwardPasses(NamedTuple):
+    """Passes of each microbatch beside the one that is differentiated: through all layers, and through the
+    unembedding.
+    """
+
+    layers: int
+    unembeddings: int
+
+
+def forward_passes(objective: Objective, *, is_pipelined: bool) -> ForwardPasses:
+    """Returns the forward passes that an objective adds to a step."""
+    if not isinstance(objective, DPO):
+        return ForwardPasses(0, 0)
+    reference = objective.reference == "adapter_off"
+    # Log-probabilities come first, from the same hidden states, and in a pipeline from a pass of their own.
+    return ForwardPasses(reference + is_pipelined, reference + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class LossScale:
     """Numbers of the global batch, the same on every device.
 
     num_tokens: valid targets.
-    unit: 1 / targets, or 1 / samples.
-    targets_per_token: targets, or samples, over tokens that are not padding; None for a model without a router.
+    unit: 1 / targets, 1 / samples, or 1 / pairs.
+    targets_per_token: targets, samples or pairs over tokens that are not padding; None for a model without a router.
     """
 
     num_tokens: Int[Array, ""]
@@ -48,12 +125,16 @@ class LossScale:
 
 
 def scale_of(
-    layout: Layout, batch: Batch, spec: ObjectiveSpec = TOKENS, *, has_router: bool
+    layout: Layout, batch: Batch, spec: Objective = TOKENS, *, has_router: bool
 ) -> tuple[LossScale, Batch]:
     """Returns the scale of one device's sums, and its batch with the weights of the targets."""
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     denominator = num_tokens
-    if spec.mean == "per_sample":
+    if isinstance(spec, DPO):
+        # Whole rows have whole pairs, so each counts where both of its texts have targets.
+        count_BP2 = count_targets(layout, batch)
+        denominator = _sum_rows(layout, jnp.all(count_BP2 > 0, axis=-1))
+    elif spec.mean == "per_sample":
         weight_BL, denominator = _weigh_samples(layout, batch)
         batch = dataclasses.replace(batch, weight_BL=weight_BL)
     # Accumulation is exact because each microbatch is divided by the count of the whole batch, not its own.
@@ -79,6 +160,47 @@ def _weigh_samples(layout: Layout, batch: Batch) -> tuple[Float[Array, "B L"], I
         # A sample may lie on several devices.
         count_BS = jax.lax.psum(count_BS, "context")
     count_BL = jnp.maximum(count_BS[row_B1, batch.segment_BL], 1)
-    axes = tuple(axis for axis in BATCH_AXES if layout.mesh.shape[axis] > 1)
-    num_samples = jax.lax.psum(jnp.sum(count_BS > 0), axes)
+    num_samples = _sum_rows(layout, count_BS > 0)
     return jnp.where(valid_BL, 1.0 / count_BL.astype(jnp.float32), 0.0), num_samples
+
+
+def count_targets(layout: Layout, batch: Batch) -> Int[Array, "B pairs 2"]:
+    """Returns the targets of both texts of each pair; zeros behind the last pair of a row."""
+    return sum_texts(layout, batch, (batch.target_BL != IGNORE).astype(jnp.int32), split=1)
+
+
+def sum_texts(layout: Layout, batch: Batch, value_BL: Array, *, split: int) -> Array:
+    """Returns sums over the texts of each pair, [B, pairs, 2], the same on all devices of a row.
+
+    Args:
+      value_BL: at this device's positions, which are split over `tensor` if `split` is more than 1.
+    """
+    rows, length = batch.segment_BL.shape
+    # A pair has two tokens or more; segment 0 is padding.
+    num_pairs = length * layout.mesh.context // 2
+    segment_BL = own_positions(layout, batch.segment_BL) if split > 1 else batch.segment_BL
+    sum_BS = jnp.zeros((rows, 2 * num_pairs + 1), value_BL.dtype)
+    sum_BS = sum_BS.at[jnp.arange(rows)[:, None], segment_BL].add(value_BL)
+    axes = ("tensor",) * (split > 1) + ("context",) * (layout.mesh.context > 1)
+    sum_BS = jax.lax.psum(sum_BS, axes) if axes else sum_BS
+    return sum_BS[:, 1:].reshape(rows, num_pairs, 2)
+
+
+def own_positions(layout: Layout, x_BL: Array) -> Array:
+    """Returns this device's positions along `tensor` of an array of all positions."""
+    if layout.mesh.tensor == 1:
+        return x_BL
+    size = x_BL.shape[1] // layout.mesh.tensor
+    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
+
+
+def _sum_rows(layout: Layout, x: Array) -> Array:
+    """Sums over all elements of the rows of every device; devices of one row have the same."""
+    return jax.lax.psum(jnp.sum(x), tuple(axis for axis in BATCH_AXES if layout.mesh.shape[axis] > 1))
+
+
+def abstract_batch(ids: jax.ShapeDtypeStruct, objective: Objective = TOKENS) -> Batch:
+    """Returns the batch of a step as shapes, those of `ids`."""
+    stored = isinstance(objective, DPO) and objective.reference == "stored"
+    nats = jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=ids.sharding) if stored else None
+    return Batch(ids, ids, ids, ids, reference_BL=nats)

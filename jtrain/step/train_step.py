@@ -37,10 +37,12 @@ from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.gradient_sums import GradientSums, streamed_norm, sums_gradients, zero_sums
 from jtrain.step.guard import GuardState, judge_update, not_finite
-from jtrain.step.objective import TOKENS, ObjectiveSpec, scale_of
+from jtrain.step.objective import DPO, TOKENS, Objective, scale_of
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
+from jtrain.step.preferences.pair_loss import PAIR_MEANS
+from jtrain.step.preferences.pair_step import PairStep
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.torus_collectives import along_torus
 from jtrain.step.xla_options import Deterministic, compiler_options, kernels_for
@@ -72,12 +74,12 @@ def make_train_step(
     traced: bool = False,
     checksums: bool = False,
     deterministic: Deterministic = "auto",
-    objective: ObjectiveSpec = TOKENS,
+    objective: Objective = TOKENS,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per sample;
-    without z-loss),
+    without z-loss; with pairs their loss, and the metrics reward_margin and accuracy),
     grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
     `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
     the loss before any sum, and the NaN and infinite elements of its shard of the new state.
@@ -240,7 +242,7 @@ def local_gradients(
     scaling: dict[str, Any],
     batch: Batch,
     step: Int[Array, ""],
-    objective_spec: ObjectiveSpec = TOKENS,
+    objective_spec: Objective = TOKENS,
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Computes one device's part of a step, inside the shard_map.
 
@@ -258,16 +260,22 @@ def local_gradients(
     with jax.named_scope("batch"):
         scale, batch = scale_of(layout, batch, objective_spec, has_router=model.router is not None)
         num_tokens, weight = scale.num_tokens, scale.unit
+    pairs = PairStep(objective_spec, model, layout, params) if isinstance(objective_spec, DPO) else None
 
     def objective(
         trained: Params, probes: Any, part: Batch, sums: GradientSums | None
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    ) -> tuple[Float[Array, ""], Any]:
         weights = weights_of(layout, trained, params, scaling, probes, weight, sums)
+        if pairs is not None:
+            return pairs.loss(weights, part, placement, scale)
         total, nats = model.loss(weights, part, placement, scale.targets_per_token)
         with jax.named_scope("loss"):
             return total * weight, nats * weight
 
-    differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+    def differentiate(trained: Params, probes: Any, part: Batch, sums: GradientSums | None) -> Any:
+        # The reference is no function of what is trained: computed outside of what JAX differentiates.
+        part = part if pairs is None else pairs.with_reference(part)
+        return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(trained, probes, part, sums)
 
     def add_microbatch(carry: Any, part_and_index: tuple[Batch, Array]) -> tuple[Any, None]:
         part, index = part_and_index
@@ -279,20 +287,28 @@ def local_gradients(
         return (
             sums.add_ends(carry[0], grads),
             jax.tree.map(jnp.maximum, carry[1], amax),
-            carry[2] + loss,
+            jax.tree.map(jnp.add, carry[2], loss),
         ), None
 
     # `add_microbatch` reads `trained` when it is traced, which is below this line.
     trained = trained_part(layout, params)
     if layout.pipeline is not None:
-        parts = microbatches(layout, batch)
+        parts, means = microbatches(layout, batch), None
+        if pairs is not None:
+            parts, means = pairs.weigh_pipelined(parts, scale)
         grads, amax, loss = pipelined_gradients(model, layout, params, scaling, parts, scale)
+        loss = loss if means is None else means
     # A single microbatch needs no float32 sums beside its gradients, 4 bytes per parameter.
     elif not sums_gradients(layout):
         (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        carry = (zero_sums(layout, trained), amax_probes(scaling), jnp.zeros((), jnp.float32))
+        no_loss = (
+            jnp.zeros((), jnp.float32)
+            if pairs is None
+            else dict.fromkeys(("loss", *PAIR_MEANS), jnp.float32(0))
+        )
+        carry = (zero_sums(layout, trained), amax_probes(scaling), no_loss)
         (grads, amax, loss), _ = jax.lax.scan(add_microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
     return reduce_step(layout, grads, amax, loss, batch, num_tokens)
@@ -320,12 +336,13 @@ def weights_of(
 
 
 def reduce_step(
-    layout: Layout, grads: Params, amax: Any, loss: Float[Array, ""], batch: Batch, num_tokens: Int[Array, ""]
+    layout: Layout, grads: Params, amax: Any, loss: Any, batch: Batch, num_tokens: Int[Array, ""]
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Sums over devices at the end of a step: gradients, largest values, loss and the hash of the batch.
 
     Args:
-      grads, amax, loss: of this device's tokens; num_tokens: valid targets of the global batch.
+      grads, amax, loss: of this device's tokens; of pairs `loss` has several means by name.
+      num_tokens: valid targets of the global batch.
 
     Returns:
       As `local_gradients`.
@@ -338,13 +355,15 @@ def reduce_step(
         amax_axes = tuple(axis for axis in axes if axis != "stage")
         amax = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, amax_axes), amax)
         # The share before the sum tells which device went wrong; the summed loss is NaN on all of them.
-        share, loss = loss, jax.lax.psum(loss, axes)
+        means = loss if isinstance(loss, dict) else {"loss": loss}
+        share, means = means["loss"], jax.lax.psum(means, axes)
     with jax.named_scope("batch"):
         # In zig-zag order a device has an early and a late piece of each row.
         position_L = placement_of(layout).context.position_L(batch.token_BL.shape[1])
         hash_2 = psum_batch(layout, hash_block(batch, position_L))
     # [None] adds the dimension along which the shard_map concatenates the devices' shares.
-    return grads, amax, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}, share[None]
+    metrics = {"loss_nats": means.pop("loss"), **means, "tokens": num_tokens, "batch_hash": hash_2}
+    return grads, amax, metrics, share[None]
 
 
 def microbatches(layout: Layout, batch: Batch) -> Batch:

@@ -4,17 +4,24 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float64, Int64
 
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
+from jtrain.data.references import References
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
+from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
+from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.param import Params
 from jtrain.runtime.multihost import same_everywhere
+from jtrain.step.objective import DPO
+from jtrain.step.preferences.pair_loss import pair_losses
+from jtrain.step.preferences.pair_step import without_adapters
 from jtrain.step.train_step import make_eval_step
 from jtrain.telemetry.metrics import EvalResult
 from jtrain.train.generations import SPLIT, Generations, write_generations
@@ -31,10 +38,18 @@ class Evaluation:
         processes see different files of it.
     """
 
-    def __init__(self, run: Run, layout: Layout, mesh: Mesh, dataset: TextDataset) -> None:
+    def __init__(
+        self,
+        run: Run,
+        layout: Layout,
+        mesh: Mesh,
+        dataset: TextDataset,
+        references: References | None = None,
+    ) -> None:
         self._mesh = mesh
         self._context = run.mesh.context
         self._step = make_eval_step(run.model, layout, mesh)
+        self._pairs = PairScores(run, layout, mesh, references) if run.data.has_pairs else None
         self._generations: Generations | None = None
         evaluates = run.eval.every_steps is not None
         # Only if it will be used: opening a split reads an index of the data.
@@ -69,6 +84,8 @@ class Evaluation:
         return write_generations(workdir, step, list(self._generations(params)))
 
     def _evaluate(self, params: Params, held_out: HeldOutSet) -> EvalResult:
+        if self._pairs is not None:
+            return self._evaluate_pairs(params, held_out, self._pairs)
         # One sum per document, since the standard error is over documents.
         nats, tokens = np.zeros(held_out.num_documents), np.zeros(held_out.num_documents, np.int64)
         text_bytes: int | None = 0
@@ -84,6 +101,76 @@ class Evaluation:
                 None if text_bytes is None or held.text_bytes is None else text_bytes + held.text_bytes
             )
         return eval_result(nats, tokens, text_bytes)
+
+    def _evaluate_pairs(self, params: Params, held_out: HeldOutSet, pairs: "PairScores") -> EvalResult:
+        losses, margins, tokens = (
+            list[Float64[np.ndarray, " pairs"]](),
+            list[Float64[np.ndarray, " pairs"]](),
+            0,
+        )
+        for held in held_out.batches(context=self._context):
+            batch = put_batch(held.batch, self._mesh)
+            loss, margin = pairs(params, held.batch, batch, np.asarray(self._step(params, batch)))
+            losses.append(loss)
+            margins.append(margin)
+            tokens += int((held.batch.target_BL != IGNORE).sum())
+        loss, margin = np.concatenate(losses), np.concatenate(margins)
+        count = max(len(loss), 1)
+        error = float(loss.std(ddof=1)) / math.sqrt(count) if count > 1 else None
+        return EvalResult(
+            float(loss.sum()) / count,
+            error,
+            None,
+            tokens,
+            len(loss),
+            float(margin.sum()) / count,
+            float((margin > 0).sum()) / count,
+        )
+
+
+class PairScores:
+    """Losses and margins of held-out pairs, by the objective that is trained."""
+
+    def __init__(self, run: Run, layout: Layout, mesh: Mesh, references: References | None) -> None:
+        assert isinstance(run.objective, DPO)
+        self._objective, self._references, self._order_L = run.objective, references, run.context_order()
+        self._reference_step = (
+            make_eval_step(run.model, without_adapters(layout), mesh)
+            if run.objective.reference == "adapter_off"
+            else None
+        )
+
+    def __call__(
+        self, params: Params, rows: Batch, batch: Batch, nats_BL: Float[np.ndarray, "B L"]
+    ) -> tuple[Float64[np.ndarray, " pairs"], Float64[np.ndarray, " pairs"]]:
+        """Returns the loss and the margin of each pair whose texts both have targets.
+
+        Args:
+          rows, batch: the batch on the host, and on the devices.
+          nats_BL: cross entropy of its tokens.
+        """
+        score_BL = -nats_BL
+        if self._reference_step is not None:
+            score_BL = score_BL + np.asarray(self._reference_step(without_adapter(params), batch))
+        if self._references is not None:
+            score_BL = score_BL + self._references.beside(rows, self._order_L).reference_BL
+        num_rows, length = nats_BL.shape
+        # Numbers of texts over all rows; 0 of each row is padding.
+        text_BL = np.arange(num_rows)[:, None] * (length + 2) + rows.segment_BL
+
+        def sum_texts(value_BL: np.ndarray) -> np.ndarray:
+            sums = np.bincount(text_BL.ravel(), value_BL.ravel(), minlength=num_rows * (length + 2))
+            sum_BS = sums.reshape(num_rows, -1)[:, 1:]
+            return sum_BS[:, : sum_BS.shape[1] // 2 * 2].reshape(-1, 2)
+
+        score_P2, count_P2 = sum_texts(score_BL), sum_texts(rows.target_BL != IGNORE)
+        is_pair = (count_P2 > 0).all(axis=1)
+        loss, margin = pair_losses(
+            self._objective,
+            jnp.asarray(score_P2[is_pair][None], jnp.float32),
+            jnp.asarray(count_P2[is_pair][None], jnp.int32),
+        )
+        return np.asarray(loss[0], np.float64), np.asarray(margin[0], np.float64)
 
 
 def eval_result(

@@ -12,6 +12,7 @@ from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.native.library import core_line
+from jtrain.data.references import References
 from jtrain.errors import UserError
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim.optimizer import Optimizer
@@ -23,6 +24,7 @@ from jtrain.plan.job import Job
 from jtrain.plan.report.summary import brief_lines
 from jtrain.runtime.multihost import same_everywhere
 from jtrain.runtime.secrets import without_secrets
+from jtrain.step.objective import DPO
 from jtrain.train.evaluation import Evaluation
 
 
@@ -32,6 +34,7 @@ class Setup:
 
     job: the model in its layout on this machine.
     memory_bytes: memory that each device has available; None where a device does not tell.
+    references: the stored reference of preference pairs; None without one.
     """
 
     run: Run
@@ -41,6 +44,7 @@ class Setup:
     optimizer: Optimizer
     dataset: TextDataset
     evaluation: Evaluation
+    references: References | None = None
 
     def lines(self, home: Path) -> list[str]:
         """Returns the plan in brief, what the run reads and by which core, for the first lines of a run in
@@ -64,7 +68,13 @@ class Setup:
             context=self.run.mesh.context,
             cost=self._token_cost(),
         )
-        return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, placement))
+        references = self.references
+        if references is None:
+            return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, placement))
+        order_L = self.run.context_order()
+        return Prefetch(
+            batches, lambda batch: put_batch(references.beside(batch, order_L), self.mesh, placement)
+        )
 
     def _token_cost(self) -> tuple[float, float]:
         """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document
@@ -98,7 +108,10 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
             "same files; where files are still being added, start again when all hosts have them."
         )
     check_vocabulary(run.model, dataset.vocab_size)
-    return Setup(run, job, memory_bytes, mesh, optimizer, dataset, Evaluation(run, job.layout, mesh, dataset))
+    stored = run.objective.stored if isinstance(run.objective, DPO) else None
+    references = None if stored is None else References.read(stored)
+    evaluation = Evaluation(run, job.layout, mesh, dataset, references)
+    return Setup(run, job, memory_bytes, mesh, optimizer, dataset, evaluation, references)
 
 
 def print_line(line: str) -> None:

@@ -19,6 +19,7 @@ from jtrain.plan.estimate.machine import machine_of
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather
 from jtrain.runtime.platform import resident_bytes
+from jtrain.step.preferences.pair_loss import PAIR_MEANS
 from jtrain.telemetry import step_timer
 from jtrain.telemetry.metrics import TrainLine
 from jtrain.telemetry.recompiles import Compilations
@@ -159,6 +160,7 @@ class StepLog(Callback):
                 data_tokens=stats.tokens(self._context.source_names),
                 data_queue={loader.name: loader.queued for loader in stats.loaders},
                 data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
+                **{name: float(values[name]) for name in PAIR_MEANS if name in values},
                 **self._machine(seconds / interval.steps),
             )
         )

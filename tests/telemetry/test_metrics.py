@@ -92,11 +92,11 @@ def test_every_line_has_every_key_and_floats_return_to_the_bit(tmp_path: Path) -
     [evaluated] = [entry for entry in lines if "loss_nats" not in entry]
     assert list(evaluated) == [
         *("step", "eval_loss_nats", "eval_loss_standard_error", "eval_bits_per_byte", "eval_tokens"),
-        *("eval_documents", "eval_sets", "eval_exact"),
+        *("eval_documents", "eval_reward_margin", "eval_accuracy", "eval_sets", "eval_exact"),
     ]
     assert list(evaluated.values()) == [
-        *(100, 1.25, 0.125, 2.5, 70, 3),
-        {"wiki": dict(loss_nats=2.5, loss_standard_error=None, bits_per_byte=None, tokens=7, documents=1)},
+        *(100, 1.25, 0.125, 2.5, 70, 3, None, None),
+        {"wiki": dataclasses.asdict(EvalResult(2.5, None, None, 7, 1))},
         {},
     ]
 

@@ -11,6 +11,8 @@ PIPELINE = ["plan", "pipeline", "--stages", "4", "--microbatches", "8"]
 PLANNED = ["plan", "pipeline", "--config=tiny", "--device", "h200"]
 COST = ["plan", "cost", "--config=tiny", "--price", "2"]
 HASHED = ["plan", "ecmp", "--flows", "8", "--links", "8"]
+PAIRS = ["launch", "--config=tiny_dpo", "--with", "debug", "--dry-run"]
+OWN_PAIRS = "{'pairs': {'path': 'stdlib_pairs', 'messages_field': 'chosen', 'rejected_field': 'rejected'}}"
 INSPECT = ["data", "inspect", "--config=tiny", *TEXT]
 PREPARE = ["data", "prepare", "--config=tiny", *TEXT]
 ADOPT = ["data", "adopt", "--tokenizer", "bytes"]
@@ -58,6 +60,26 @@ _ADAPTERS: dict[str, Words] = {
     "has no adapter beside it": sets("mesh.tensor=2", "layout.tensor_overlap=True", of=LORA),
     "groups of sequences have no adapter": sets("mesh.tensor=2", "layout.sequence_groups=2", of=LORA),
     "frozen weights and adapters multiply": sets("precision.matmul_dtype=fp8_delayed", of=LORA),
+}
+
+_PREFERENCES: dict[str, Words] = {
+    "is the model without its adapter, and the run has none": [
+        *(*LAUNCH[:4], "--with", "dpo", "--set", "data.path=None", "--set", f"data.sources={OWN_PAIRS}"),
+        "--dry-run",
+    ],
+    " has preference pairs, whose loss is ": [
+        *(*LAUNCH[:4], "--with", "lora", "--set", "data.path=None", "--set", f"data.sources={OWN_PAIRS}"),
+        "--dry-run",
+    ],
+    "without its adapter the model would not be what it was": sets("adapter.train=('embed',)", of=PAIRS),
+    "pairs are compared by their log-probabilities alone": sets("model.z_loss=1e-4", of=PAIRS),
+    "log-probabilities that are compared are of one": sets(
+        "adapter=None", "objective.reference=none", "precision.matmul_dtype=fp8_current", of=PAIRS
+    ),
+    " has pairs, which are whole, but data.packing=": sets("data.packing=concat", of=PAIRS),
+    "an index of prepared tokens holds no preference pairs. Set": sets("data.prepared=folder", of=PAIRS),
+    "objective.form=simpo has no reference": sets("objective.form=simpo", of=PAIRS),
+    "with objective.form=ipo, whose margin is ": sets("objective.form=ipo", "objective.margin=1.0", of=PAIRS),
 }
 
 _MODELS: dict[str, Words] = {
@@ -216,4 +238,6 @@ _DATA: dict[str, Words] = {
     ],
 }
 
-SCENARIOS: dict[str, Words] = _LAYOUTS | _ADAPTERS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
+SCENARIOS: dict[str, Words] = (
+    _LAYOUTS | _ADAPTERS | _PREFERENCES | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
+)

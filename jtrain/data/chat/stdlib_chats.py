@@ -11,7 +11,7 @@ Each name is in one conversation alone, so a held-out conversation asks about a 
 import json
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,23 @@ _PER_STYLE = 1500
 
 _NUMBERS = ("one", "two", "three", "four", "five")
 
+_STYLES = ("in capitals", "in snake case", "as one word", "in camel case")
 
-def write_stdlib_chats(files: Iterable[Path], out: Path) -> None:
-    """Writes the conversations as JSON lines, in the same order for the same files."""
+
+def write_stdlib_chats(
+    files: Iterable[Path], out: Path, record_of: Callable[[str], dict[str, Any]] | None = None
+) -> None:
+    """Writes the conversations as JSON lines, in the same order for the same files.
+
+    Args:
+      record_of: returns the record about a name; None is `chat_about`.
+    """
     names = {name for file in files for name in _names_in(file)}
     styles: dict[str, list[str]] = {}
     # Shuffled, so that the beginning of the alphabet is not all that a style has.
     for name in random.Random(0).sample(sorted(names), len(names)):
         styles.setdefault(style_of(name), []).append(name)
-    chats = [chat_about(name) for names in styles.values() for name in names[:_PER_STYLE]]
+    chats = [(record_of or chat_about)(name) for names in styles.values() for name in names[:_PER_STYLE]]
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as part:
         part.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), "utf-8")
@@ -56,6 +64,26 @@ def chat_about(name: str) -> dict[str, Any]:
     roles = ("user", "assistant") * len(turns)
     return {
         "messages": [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+    }
+
+
+def pair_about(name: str) -> dict[str, Any]:
+    """Returns a record with fields `chosen` and `rejected`: one question about a name with its answer, and with one
+    that is wrong.
+    """
+    messages, drawn = chat_about(name)["messages"], random.Random(f"pair {name}")
+    question, answer = messages[:2] if drawn.random() < 0.5 else messages[2:]
+    if answer["content"] in _STYLES:
+        question, answers = question["content"], _STYLES
+    else:
+        # The second question does not name what it is about.
+        question = f"{question['content'].removesuffix('?')} in `{name}`?"
+        answers = ("yes", "no") if answer["content"] in ("yes", "no") else _NUMBERS
+    wrong = drawn.choice([other for other in answers if other != answer["content"]])
+    prompt = {"role": "user", "content": question}
+    return {
+        "chosen": [prompt, answer],
+        "rejected": [prompt, {"role": "assistant", "content": wrong}],
     }
 
 

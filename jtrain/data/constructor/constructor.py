@@ -20,7 +20,7 @@ from jtrain.data.constructor.collate import Rows, Spans, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
-from jtrain.data.loss_mask import ignore_targets
+from jtrain.data.loss_mask import ignore_targets, number_pairs
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
 from jtrain.data.sources.source import field_of
@@ -89,6 +89,8 @@ class Constructor:
         self._planner = Planner(setup.planner, self._lengths)
         num_sources = len(setup.sources)
         self._masked = any(source.source.mask is not None for source in setup.sources)
+        # All or none: `PackedText` refuses a mixture of pairs and other samples.
+        self._is_paired = any(source.source.rejected_field is not None for source in setup.sources)
         self._state = state or DataState(
             self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources
         )
@@ -205,7 +207,10 @@ class Constructor:
         rows = Rows(**out)
         fill_rows(rows, planned_step.pieces, self._spans)
         if self._masked:
-            ignore_targets(rows.target_BL, planned_step.pieces, self._ignored(planned_step.pieces))
+            ignored = self._ignored(planned_step.pieces)
+            ignore_targets(rows.target_BL, planned_step.pieces, ignored)
+            if self._is_paired:
+                number_pairs(rows.position_BL, rows.segment_BL, planned_step.pieces, ignored)
         # Last: targets and ignored runs are computed on neighbouring tokens of the unpermuted row.
         if (order := self._setup.column_order) is not None:
             for array in out.values():

@@ -79,6 +79,11 @@ def prepare(
                 f"{field_of(recipe.name)}: the name is a folder's too: use letters, digits, '_', '-', and "
                 "'.' except at the start."
             )
+        if recipe.source.rejected_field is not None:
+            raise UserError(
+                f"{field_of(recipe.name)}.rejected_field={recipe.source.rejected_field!r}: an index of prepared tokens "
+                "holds no preference pairs. Read them as text, without data prepare."
+            )
     out.mkdir(parents=True, exist_ok=True)
     with _explain_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:

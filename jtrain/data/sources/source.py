@@ -53,7 +53,8 @@ class Source:
     """Source of documents, with a share in the mixture.
 
     path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard
-      library), `stdlib_chats` (conversations about the names in it), or the URL of a file, folder or glob:
+      library), `stdlib_chats` (conversations about the names in it), `stdlib_pairs` (a right and a wrong answer about
+      each name), or the URL of a file, folder or glob:
       s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A folder takes only its
       data files (`data_files`); a file or a glob takes all that it names. For format grain,
       `module:function` or `path/to/file.py:function` of a function that returns a `grain.MapDataset` of str.
@@ -70,6 +71,10 @@ class Source:
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt
       before its completion. `instruction+input` joins two fields, each with a line end, empty ones left out.
       Prompt and completion may both be lists of messages. Not together with `mask_field`.
+    rejected_field: field of the worse answer of a preference pair, for `objective=DPO(...)`. The better one is in
+      `text_field`, behind the prompt of `prompt_field`, all three texts or lists of messages; or both are
+      whole chats, the better one in `messages_field`, which differ in their last message alone. A pair is one
+      sample: both texts are in one row, each by itself, and the answers alone are learned.
     mask_prompt: False to learn the prompt as well, or every message.
     mask_field: field of the spans of the text that are learned: a list of [start, end] in characters
       (Python's, not bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and
@@ -98,7 +103,8 @@ class Source:
       `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few
       pieces as hold them; of a turn that is longer than a row the end is left out, or all of it if no learned
       token is within the row. `drop` leaves the sample out. Samples of which something is left out are
-      counted (`data_skipped`) and logged. `refuse` ends the run.
+      counted (`data_skipped`) and logged. `refuse` ends the run. Preference pairs are never cut: without `drop` one
+      that is longer than a row ends the run.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be
       shuffled too. Raise it for longer contexts.
@@ -109,6 +115,7 @@ class Source:
     format: Format = "auto"
     text_field: str = "text"
     prompt_field: str | None = None
+    rejected_field: str | None = None
     mask_prompt: bool = True
     mask_field: str | None = None
     messages_field: str | None = None
@@ -176,9 +183,33 @@ class Source:
                     f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field "
                     f"of the {role}."
                 )
+        if self.rejected_field is not None:
+            self._check_pairs(field)
         if (mask_fields := self.mask) is not None:
             setting, name = f"{field}.{mask_fields.setting}", mask_fields.field
             check_format(self.format, label=f"{field}.format={self.format!r}", setting=setting, name=name)
+
+    def _check_pairs(self, field: str) -> None:
+        """Raises UserError for settings that preference pairs do not have."""
+        rejected = self.rejected_field
+        if self.messages_field is None and self.prompt_field is None:
+            raise UserError(
+                f"{field}.rejected_field={rejected!r} needs the prompt of both answers. Set {field}.prompt_field, or "
+                f"{field}.messages_field to the field of the better chat."
+            )
+        if rejected in ("", self.messages_field, self.prompt_field) or (
+            self.messages_field is None and rejected == self.text_field
+        ):
+            raise UserError(
+                f"{field}.rejected_field={rejected!r} must name a field of its own, that of the worse answer. Set "
+                f"{field}.rejected_field, and {field}.text_field to the field of the better one."
+            )
+        for setting, only in (("mask_prompt", True), ("on_rewritten_turn", "refuse")):
+            if (value := getattr(self, setting)) != only:
+                raise UserError(
+                    f"{field}: rejected_field={rejected!r} learns the answers of a pair alone, but "
+                    f"{setting}={value!r}. Remove {setting}."
+                )
 
     def _check_chat(self, field: str) -> None:
         """Raises UserError for settings of chats that do not go together, or have no chat."""
@@ -220,7 +251,7 @@ class Source:
         # At most one of them is set: `check` refuses two.
         for setting in ("prompt_field", "mask_field", "messages_field"):
             if (name := getattr(self, setting)) is not None:
-                return MaskFields(name, setting, self.mask_prompt)
+                return MaskFields(name, setting, self.mask_prompt, rejected=self.rejected_field)
         return None
 
     def mask_with(self, tokenizer: str, end_token: str | None, *, name: str) -> MaskFields | None:

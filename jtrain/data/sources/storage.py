@@ -21,8 +21,13 @@ STDLIB = "stdlib"
 """Path of a source that stands for the source text of the Python standard library, a corpus on every
 machine."""
 
-STDLIB_CHATS = "stdlib_chats"
-"""Path of a source that stands for conversations about the names in that library."""
+STDLIB_CHATS, STDLIB_PAIRS = "stdlib_chats", "stdlib_pairs"
+"""Paths of sources that stand for conversations about the names in that library, and for a right and a wrong answer to
+one question about each name.
+"""
+
+_EDITIONS = {STDLIB_CHATS: 2, STDLIB_PAIRS: 1}
+"""Numbers that change with what the conversations are, for the names of their files."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders left out: installed packages, and tests, which some systems lack and which hold broken files on
@@ -151,21 +156,26 @@ def search(path: str, *, field: str) -> FoundFiles:
     return FoundFiles(sorted(files, key=lambda file: file.name), is_folder)
 
 
-def _stdlib_chats() -> str:
+def _stdlib_chats(name: str) -> str:
     """Returns the file of conversations about the standard library, and writes it if it is not there."""
-    from jtrain.data.chat.stdlib_chats import write_stdlib_chats  # lazy: most runs have other sources
+    from jtrain.data.chat.stdlib_chats import (
+        chat_about,
+        pair_about,
+        write_stdlib_chats,
+    )  # lazy: most runs need none
 
     version = ".".join(map(str, sys.version_info[:3]))
-    path = Path("~/.cache/jtrain").expanduser() / f"{STDLIB_CHATS}-2-python-{version}.jsonl"
+    path = Path("~/.cache/jtrain").expanduser() / f"{name}-{_EDITIONS[name]}-python-{version}.jsonl"
     if not path.exists():
         files, _ = _find_local(STDLIB, "data.path")
-        write_stdlib_chats((Path(file.location) for file in files), path)
+        record_of = chat_about if name == STDLIB_CHATS else pair_about
+        write_stdlib_chats((Path(file.location) for file in files), path, record_of)
     return str(path)
 
 
 def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
     kind = None
-    path = _stdlib_chats() if path == STDLIB_CHATS else path
+    path = _stdlib_chats(path) if path in _EDITIONS else path
     root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
     if path == STDLIB:
         paths = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.endswith(".py")]

@@ -8,7 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
-from jtrain.data.loss_mask import NO_RUNS, encode_parts, pieces_of_sample, runs_within, split_chunk
+from jtrain.data.loss_mask import (
+    NO_RUNS,
+    encode_parts,
+    join_pairs,
+    pieces_of_sample,
+    runs_within,
+    split_chunk,
+)
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
@@ -73,6 +80,7 @@ class SampleReader:
     ) -> None:
         assert setup.row_tokens is not None
         self._setup, self._row_tokens = setup, setup.row_tokens
+        self._is_paired = setup.source.rejected_field is not None
         self._tokenizer = tokenizer
         self._corpus, self._prepared = corpus, prepared
         self._cut = cut
@@ -94,12 +102,18 @@ class SampleReader:
         reasons: dict[int, str] = {}
         # Border tokens are the end id and, where the tokenizer has one, the begin id.
         begins = bool(self._cut.border_tokens - 1)
+        texts = self._texts({record: first_index[record] for record in unread}, watch, reasons)
+        if self._is_paired:
+            # A pair is one sample: the better text, and behind it the worse one.
+            texts = (side for text in texts for side in (text, getattr(text, "rejected", None) or ""))
         # Where a sample may be cut is known when it is tokenised.
         parts = [
             split_chunk(TextChunk(text.encode("utf-8"), begins and bool(text), ends=bool(text)), 0, text)
-            for text in self._texts({record: first_index[record] for record in unread}, watch, reasons)
+            for text in texts
         ]
         (lengths, ids), ignored = encode_parts(self._tokenizer, parts)
+        if self._is_paired:
+            lengths, ignored = join_pairs(lengths, ignored)
         is_cut = chunks.first.any() or (lengths > self._row_tokens).any()
         if len(unread) == len(records) and not is_cut:
             # Most samples are one chunk: nothing is copied or kept.
@@ -180,6 +194,11 @@ class SampleReader:
             f"document {identity_of(*self._identities, record)}: its {length:,} tokens are more than a row "
             f"of data.seq_len={self._row_tokens:,}"
         )
+        if self._is_paired and rule != "drop":
+            raise BadRecord(
+                f"{field}: {too_long}, and a pair is in one row. Raise data.seq_len, shorten it, or set "
+                f"{field}.on_too_long to 'drop'."
+            )
         if rule == "refuse":
             raise BadRecord(
                 f"{field}: {too_long}. Raise data.seq_len, shorten it, or set {field}.on_too_long to "

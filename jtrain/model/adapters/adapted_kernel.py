@@ -50,3 +50,10 @@ def join_adapters(tree: Mapping[str, Any], scale: float | None) -> dict[str, Any
             down, up = (pair[key] for key in sorted(pair))
             joined[target] = AdaptedKernel(joined[target], down, up, scale)
     return joined
+
+
+def without_adapter(tree: Any) -> Any:
+    """The parameters of the model itself; an adapter adds nothing before its first update."""
+    if not isinstance(tree, dict):
+        return tree
+    return {name: without_adapter(value) for name, value in tree.items() if not name.endswith(ADAPTER)}

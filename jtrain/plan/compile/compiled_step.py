@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jtrain.hlo.traffic import HostCopies, Traffic, host_copies, traffic
-from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer
 from jtrain.pipeline.ticks import SCOPES
 from jtrain.plan.job import Job
+from jtrain.step.objective import abstract_batch
 from jtrain.step.pipeline_ticks import chunk_passes
 from jtrain.step.state import abstract_state
 from jtrain.step.torus_collectives import along_torus
@@ -91,10 +91,10 @@ def compile_step(
     ids = jax.ShapeDtypeStruct(
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
-    step: Any = make_train_step(job.model, optimizer, layout, mesh)
+    step: Any = make_train_step(job.model, optimizer, layout, mesh, objective=job.objective)
     start = time.perf_counter()
     with lowering_for(mesh, live(devices[0])):  # GPU kernels ask for the chip's number of cores
-        lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+        lowered = step.lower(abstract_state(layout, optimizer, mesh), abstract_batch(ids, job.objective))
     lowered_at = time.perf_counter()
     with no_compile_cache():
         program = lowered.compile(compiler_options=dict(compiler_options))

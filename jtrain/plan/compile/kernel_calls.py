@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jtrain.errors import UserError
-from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.step.objective import abstract_batch
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels import registry
@@ -52,8 +52,8 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
     ids = jax.ShapeDtypeStruct(
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
-    step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
+    step: Any = make_train_step(job.model, optimizer, job.layout, mesh, objective=job.objective)
     with registry.recording() as calls, lowering_for(mesh, live(devices[0])):
-        step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+        step.trace(abstract_state(job.layout, optimizer, mesh), abstract_batch(ids, job.objective))
     # Layers that are alike ask with the same shapes.
     return tuple({(op.name, registry.shapes(avals)): (op, avals) for op, avals in calls}.values())

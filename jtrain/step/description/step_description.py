@@ -26,6 +26,7 @@ from jtrain.step.description.pattern_sizes import layer_parts
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind
+from jtrain.step.objective import TOKENS, Objective, forward_passes
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 _OTHERS: tuple[PartName, ...] = ("embedding", "loss", "end")
@@ -146,12 +147,21 @@ class StepDescription:
     """A step of a layout.
 
     rows: sequences that a device computes at a time.
+    objective: its loss. Pairs have forward passes of their own, which are those of the trace once more.
     """
 
     model: Transformer
     layout: Layout
     rows: int
     seq_len: int
+    objective: Objective = TOKENS
+
+    def _passes(self, part: PartName | Literal["ticks"], when: When | Gradient) -> int:
+        """How often a step computes what a trace has once per microbatch, or per layer of a pipeline."""
+        if when != "forward" or part not in ("layers", "embedding", "loss"):
+            return 1
+        more = forward_passes(self.objective, is_pipelined=self.layout.pipeline is not None)
+        return 1 + (more.unembeddings if part == "loss" else more.layers)
 
     @functools.cached_property
     def _layer_models(self) -> Mapping[str, Transformer]:
@@ -251,7 +261,7 @@ class StepDescription:
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
                 # A trace is of one microbatch, or of one layer of a pipeline.
-                count *= self._repeats(part)
+                count *= self._repeats(part) * self._passes(part, product.when)
                 products.append(StepProduct(part, product.when, product.in_8_bits, count, *sizes))
         return products
 
@@ -262,7 +272,7 @@ class StepDescription:
         for trace, values in self._layers.values():
             sizes = evaluate([one.bytes for one in trace.memory.passes], values)
             passes += [
-                StepPass(one.when, one.of_experts, repeats * size)
+                StepPass(one.when, one.of_experts, repeats * self._passes("layers", one.when) * size)
                 for one, size in zip(trace.memory.passes, sizes, strict=True)
             ]
         return passes
@@ -274,7 +284,8 @@ class StepDescription:
         for trace, values in self._layers.values():
             for call in trace.memory.attention:
                 count, *sizes = evaluate((call.count, *call.sizes), values)
-                calls.append(AttentionCalls(call.when, call.backward, call.causal, repeats * count, *sizes))
+                count *= repeats * self._passes("layers", call.when)
+                calls.append(AttentionCalls(call.when, call.backward, call.causal, count, *sizes))
         return calls
 
     @functools.cached_property
@@ -344,6 +355,7 @@ class StepDescription:
                     group,
                     collective.dtype,
                 )
+                count *= self._passes(part, collective.when)
                 trace_fields = collective.when, collective.repeats_products, collective.largest
                 collectives.append(
                     StepCollective(*identity, repeats * count, repeats * count * size, *trace_fields)

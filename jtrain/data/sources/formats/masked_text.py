@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from jtrain.data.chat.messages import is_chat
+from jtrain.data.chat.pairs import num_prompt_of
 from jtrain.data.chat.template import ChatRule
 from jtrain.data.chat.turns import RenderedChat, render_chat
 from jtrain.errors import UserError
@@ -28,12 +29,14 @@ class MaskedText(str):
       tokenizer, and the document has no other begin.
     ends: True if the end id of the document belongs to the text.
     turns: texts of the turns of a chat that is one record a turn; empty if the text is the only record.
+    rejected: the worse text of a pair, of which this is the better one; None if the text is no pair.
     """
 
     learned: tuple[tuple[int, int], ...]
     of_template: bool = False
     ends: bool = True
     turns: tuple["MaskedText", ...] = ()
+    rejected: "MaskedText | None" = None
 
     def __new__(cls, text: str, learned: tuple[tuple[int, int], ...]) -> "MaskedText":
         # str is immutable, so the text is set in __new__; an attribute can follow.
@@ -62,12 +65,14 @@ class MaskFields:
     setting: name of the setting that names it.
     mask_prompt: False if the prompt, or what assistants did not say, is learned as well.
     rule: rule by which chats become text.
+    rejected: field of the worse answer of a preference pair; None if records are no pairs.
     """
 
     field: str
     setting: Literal["prompt_field", "mask_field", "messages_field"]
     mask_prompt: bool
     rule: ChatRule = dataclasses.field(default_factory=ChatRule)
+    rejected: str | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -81,9 +86,11 @@ class MaskFields:
     @property
     def names(self) -> list[str]:
         """Fields that are read of a record."""
+        rejected = [] if self.rejected is None else [self.rejected]
         if self.is_prompt:
-            return [name for name in self.field.split("+") if name]
-        return [self.field, *([self.rule.tools_field] if self.is_chat and self.rule.tools_field else [])]
+            return [*(name for name in self.field.split("+") if name), *rejected]
+        tools = [self.rule.tools_field] if self.is_chat and self.rule.tools_field else []
+        return [self.field, *tools, *rejected]
 
     @property
     def is_split(self) -> bool:
@@ -98,6 +105,13 @@ class MaskFields:
 
     def value_of(self, read: Callable[[str], Any]) -> Any:
         """Returns the value to give to `join`; `read` returns the value of a field of the record."""
+        if self.rejected is not None:
+            value = dataclasses.replace(self, rejected=None).value_of(read)
+            if (rejected := _optional(read, self.rejected)) is None:
+                raise ValueError(
+                    f"has no worse answer beside it, in the field {self.rejected!r} of rejected_field"
+                )
+            return value, rejected
         if self.is_chat:
             tools = self.rule.tools_field
             return read(self.field), _optional(read, tools) if tools else None
@@ -114,6 +128,7 @@ class MaskFields:
     def __str__(self) -> str:
         """Text that changes whenever other tokens could be learned."""
         suffix = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
+        suffix += "" if self.rejected is None else f", rejected_field={self.rejected!r}"
         return f"{self.setting}={self.field!r}{suffix}{self.rule if self.setting != 'mask_field' else ''}"
 
     def join(self, text: Any, value: Any) -> MaskedText:
@@ -123,6 +138,8 @@ class MaskFields:
           ValueError: the value is no prompt, no mask of this text, or no chat; the message goes on after the
             field's name.
         """
+        if self.rejected is not None:
+            return self._pair(text, *value)
         if self.is_chat:
             messages, tools = value
             return self._text_of_chat(messages, tools=tools)
@@ -142,6 +159,40 @@ class MaskFields:
         return MaskedText(
             value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end))
         )
+
+    def _pair(self, chosen: Any, value: Any, rejected: Any) -> MaskedText:
+        """Returns the better text of a pair, with the worse one in `rejected`.
+
+        Args:
+          value: as of `join` for the better text alone.
+        """
+        single, num_prompt, tools = dataclasses.replace(self, rejected=None), 0, None
+        if self.is_chat:
+            chosen, tools = value
+            num_prompt = num_prompt_of(chosen, rejected, self.rejected)
+        sides = []
+        for side in (chosen, rejected):
+            try:
+                text = (
+                    self._text_of_chat(side, num_prompt=num_prompt, tools=tools)
+                    if self.is_chat
+                    else single.join(side, value)
+                )
+                if not text:
+                    raise ValueError("has neither a prompt nor an answer, so that nothing of it is learned")
+            except ValueError as error:
+                if side is chosen:
+                    raise
+                raise ValueError(f"goes with the worse answer in {self.rejected!r}, which {error}") from error
+            sides.append(text)
+        better, worse = sides
+        if better == worse:
+            raise ValueError(
+                f"goes with the same answer twice, the one in {self.rejected!r} being no other. Leave the pair out: "
+                "it prefers neither"
+            )
+        better.rejected = worse
+        return better
 
     def _text_of_chat(self, messages: Any, *, num_prompt: int = 0, tools: Any = None) -> MaskedText:
         rendered = render_chat(
@@ -185,7 +236,9 @@ class TextFields:
         # Spans are numbers beside the text; a prompt or a chat is text itself.
         if self.mask is None or self.mask.setting == "mask_field":
             return [self.text]
-        return [self.mask.field] if self.mask.is_chat else self.read
+        if not self.mask.is_chat:
+            return self.read
+        return [self.mask.field, *([] if self.mask.rejected is None else [self.mask.rejected])]
 
 
 def check_format(format: str, *, label: str, setting: str, name: str) -> None:

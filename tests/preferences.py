@@ -1,0 +1,149 @@
+"""Preference pairs in rows, and a train step's first loss and gradients of them, in any layout."""
+
+import functools
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding
+
+from jtrain.data.constructor.context_order import context_order
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.model.adapters.lora import LoRA
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.step.objective import DPO
+from jtrain.step.state import TrainState, init_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from tests.layouts import layout_from
+
+VOCAB, COLS = 64, 32
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, vocab_size=VOCAB
+)
+LORA = LoRA(rank=4, alpha=8.0)
+ADAMW = AdamW(peak_lr=1e-3, warmup_steps=0, clip_norm=None)
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "packed": ({}, {}),
+    "accumulated": ({}, dict(microbatches=4)),
+    "data": (dict(data=2), {}),
+    "context": (dict(context=2), {}),
+    "tensor": (dict(tensor=2), {}),
+    "zero 2": (dict(data=4), dict(zero_stage=2, microbatches=2)),
+    "zero 3": (dict(data=4), dict(zero_stage=3)),
+    "stages": (dict(stage=2), dict(microbatches=4)),
+    "all": (dict(data=2, context=2, tensor=2), dict(zero_stage=3, microbatches=2)),
+    "stages, all": (dict(stage=2, data=2, tensor=2), dict(zero_stage=1, microbatches=2)),
+}
+
+type Pair = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Ids of the prompt, the better and the worse answer."""
+
+
+def pairs() -> list[Pair]:
+    """12 pairs of 5 to 32 tokens, of which the last but one has no target in its worse text."""
+    rng = np.random.default_rng(5)
+    sizes = [(3, 9, 8), (6, 10, 7), (1, 2, 1), (4, 3, 12), (2, 1, 1), (8, 8, 8)] * 2
+    drawn = [tuple(rng.integers(0, VOCAB, n).astype(np.int32) for n in size) for size in sizes]
+    prompt, better, _ = drawn[10]
+    drawn[10] = (prompt, better, better[:0])
+    return drawn  # pyright: ignore[reportReturnType]
+
+
+def pack(rows: int, *, packed: bool) -> Batch:
+    """One pair a row, or as many as fit, from the longest on."""
+    placed = [0] * rows
+    token, target, position, segment = (np.zeros((rows, COLS), np.int32) for _ in range(4))
+    target[:] = IGNORE
+    numbers = [0] * rows
+
+    def size(pair: Pair) -> int:
+        return 2 * len(pair[0]) + len(pair[1]) + len(pair[2])
+
+    order = sorted(pairs(), key=lambda pair: -size(pair)) if packed else pairs()
+    for number, pair in enumerate(order):
+        row = next(r for r in range(rows) if placed[r] + size(pair) <= COLS) if packed else number
+        for answer in pair[1:]:
+            ids, prompt = np.concatenate([pair[0], answer]), len(pair[0])
+            first, last = placed[row], placed[row] + len(ids)
+            numbers[row] += 1
+            token[row, first:last], position[row, first:last] = ids, np.arange(len(ids))
+            segment[row, first:last] = numbers[row]
+            target[row, first + prompt - 1 : last - 1] = answer
+            placed[row] = last
+    assert (max(numbers) > 2) == packed
+    return Batch(token, target, position, segment)
+
+
+class PreferenceStep:
+    """First step of a model on pairs, in a layout; with an adapter that adds something already.
+
+    Args:
+      layout: name in LAYOUTS; any other has one pair a row on one device.
+      started: False for the adapter as it begins, which adds nothing.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        objective: DPO,
+        *,
+        sizes: dict[str, Any] = SIZES,
+        started: bool = True,
+        **fields: Any,
+    ) -> None:
+        axes, own = LAYOUTS.get(layout, ({}, {}))
+        self.spec, self.model = MeshSpec(**axes), Transformer(**sizes)
+        self.mesh = make_mesh(self.spec, jax.devices()[: self.spec.size])
+        self.has_adapter = objective.reference == "adapter_off"
+        infos = self.model.param_infos()
+        self.infos = LORA.infos(infos) if self.has_adapter else infos
+        scale = dict(adapter_scale=LORA.scale) if self.has_adapter else {}
+        fields = dict(compute_dtype="float32") | own | fields
+        self.layout = layout_from(fields, self.spec, self.infos, **scale)
+        optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, self.infos))
+        self.step = make_train_step(self.model, optimizer, self.layout, self.mesh, objective=objective)
+        self.state = init_state(self.layout, optimizer, self.mesh, seed=0)
+        if started and self.has_adapter:
+            self.state = TrainState(
+                **{**vars(self.state), "params": map_params(self._started, self.infos, self.state.params)}
+            )
+        # The step takes the memory of its state.
+        self.params = jax.device_get(self.state.params)
+        batch = pack(8, packed=True) if layout in LAYOUTS else pack(12, packed=False)
+        columns = context_order(COLS, self.spec.context, self.layout.context_order)
+        self.batch = jax.tree.map(
+            lambda x: jax.device_put(x[:, columns], NamedSharding(self.mesh, BATCH_SPEC)), batch
+        )
+
+    def _started(self, info: Any, value: jax.Array) -> jax.Array:
+        if not info.path.rpartition(".")[2].startswith("B_"):
+            return value
+        drawn = np.random.default_rng(zlib.crc32(info.path.encode())).normal(0, 0.3, info.shape)
+        if info.is_stacked and self.layout.pipeline is not None:
+            drawn = drawn[np.asarray(self.layout.pipeline.order)]
+        return jax.device_put(drawn.astype(value.dtype), value.sharding)
+
+    @functools.cached_property
+    def result(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Metrics, and the gradient (times 1 - b1) of the first step by path."""
+        state, metrics = self.step(self.state, self.batch)
+        order = np.argsort(self.layout.pipeline.order) if self.layout.pipeline else slice(None)
+        moments: Any = map_params(
+            lambda info, x: np.asarray(x)[order] if info.is_stacked else np.asarray(x),
+            tuple(info for info in self.infos if not info.frozen),
+            state.opt_state.mu,
+        )
+        values = {name: float(x) for name, x in metrics.items() if np.ndim(x) == 0}
+        return values, flatten_dict(moments, sep=".")  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def first_step(layout: str, objective: DPO, **options: Any) -> PreferenceStep:
+    """The step of a layout, compiled once."""
+    return PreferenceStep(layout, objective, **options)
