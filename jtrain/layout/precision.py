@@ -45,6 +45,13 @@ class PrecisionSpec:
             )
 
 
+BLOCK = 64
+"""Numbers of a block of a frozen matrix that have one float32 scale."""
+
+CODES_PER_BYTE = {"nf4": 2, "int8": 1}
+"""Formats of blocks: codes in a byte."""
+
+
 def itemsize(dtype: str) -> int:
     """Bytes per element."""
     # numpy has no bfloat16 of its own; ml_dtypes would be imported for this one number.
