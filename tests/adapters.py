@@ -16,7 +16,7 @@ from jtrain.model.adapters.lora import LoRA
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine, Optimizer, build
-from jtrain.step.state import init_state
+from jtrain.step.state import abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from tests.batches import adversarial_batch
 from tests.layouts import layout_from
@@ -58,9 +58,18 @@ def adapted(
     return Adapted(model, infos, laid_out, optimizer, mesh, batch)
 
 
-def trained(run: Adapted, num_steps: int) -> tuple[np.ndarray, Any, Any, str]:
-    """Loss of each step on one batch, the parameters before and after, and the hash of the base before."""
-    state = init_state(run.layout, run.optimizer, run.mesh, seed=0)
+def trained(
+    run: Adapted, num_steps: int, base: dict[str, Any] | None = None
+) -> tuple[np.ndarray, Any, Any, str]:
+    """Loss of each step on one batch, the parameters before and after, and the hash of the base before.
+
+    Args:
+      base: parameters on the host to begin with; None draws them.
+    """
+    if base is not None:
+        shardings = shardings_of(abstract_state(run.layout, run.optimizer, run.mesh)).params
+        base = jax.device_put(base, shardings)
+    state = init_state(run.layout, run.optimizer, run.mesh, seed=0, base=base)
     base_hash = hex_of(hash_base(tuple(p.info for p in run.layout.params), state.params))
     step = make_train_step(run.model, run.optimizer, run.layout, run.mesh)
     before, values = jax.device_get(state.params), []

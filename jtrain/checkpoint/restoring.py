@@ -142,12 +142,24 @@ def restore_part(
     like: dict[str, Any],
     *,
     verify: bool = True,
+    whole: bool = True,
     order: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`."""
+    """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`.
+
+    Args:
+      whole: False where `like` has a part of the leaves of its branches.
+    """
+    from jtrain.checkpoint import array_files
+
     path, manifest = open_step(folder, step, verify=verify)
     branches = tuple(f"{name}." for name in like)
-    saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
+    names = manifest.leaves if whole else array_files.leaves(like)
+    saved = {
+        name: leaf
+        for name, leaf in manifest.leaves.items()
+        if f"{name}.".startswith(branches) and name in names
+    }
     _check_same(path, saved, like, order)
     state, unread = _read(path, like, only_some=True, order=order)
     if unread:

@@ -116,12 +116,15 @@ class Checkpoints(Saves):
         self.wait_for_save()
         return restoring.restore(self.folder, step, like, verify=verify, order=self._order)
 
-    def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
+    def restore_part(
+        self, step: int, like: dict[str, Any], *, verify: bool = True, whole: bool = True
+    ) -> dict[str, Any]:
         """Reads some branches of the state, such as `{"params": ...}`, and no others; see
-        `restoring.restore`.
+        `restoring.restore_part`.
         """
         self.wait_for_save()
-        return restoring.restore_part(self.folder, step, like, verify=verify, order=self._order)
+        options: Any = dict(verify=verify, whole=whole, order=self._order)
+        return restoring.restore_part(self.folder, step, like, **options)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data state that was saved with `step`."""

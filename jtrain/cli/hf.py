@@ -43,6 +43,13 @@ def add_export_options(parser: Parser) -> None:
 
 def _add_adapter(parser: Parser) -> None:
     parser.add_argument(
+        "--merge-onto",
+        choices=("trained", "base"),
+        default="trained",
+        help="weights that an adapter is merged into: the frozen ones as they were trained with, in blocks of "
+        "adapter.base_dtype, or those of adapter.base before they were in blocks (default: %(default)s)",
+    )
+    parser.add_argument(
         "--adapter",
         action="store_true",
         help="write the run's adapter as a folder of peft (default: the model with the adapter merged)",
@@ -90,6 +97,7 @@ def export(args: Args) -> int:
         dtype=args.dtype,
         family_name=args.family,
         only_adapter=args.adapter,
+        onto=args.merge_onto,
     )
     return 0
 

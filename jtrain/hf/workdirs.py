@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint
 from jtrain.config.run import Run, build_run, check_vocabulary
-from jtrain.config.trained_params import read_params, read_trained
+from jtrain.config.trained_params import MergeOnto, read_params, read_trained
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
@@ -34,6 +35,8 @@ from jtrain.hf.model_files import GENERATION, open_tensors, read_config, read_js
 from jtrain.hf.peft_folders import write_adapter
 from jtrain.hf.selection import select, text_tensors
 from jtrain.layout.dims import ParamInfo
+from jtrain.layout.precision import CODES_PER_BYTE
+from jtrain.model.adapters.lora import LoRA
 from jtrain.model.families import FAMILIES
 from jtrain.model.families.family import Family
 from jtrain.model.fp8_scaling import first_scaling
@@ -53,6 +56,7 @@ def export(
     dtype: str | None,
     family_name: str | None = None,
     only_adapter: bool = False,
+    onto: MergeOnto = "trained",
 ) -> None:
     """Writes a checkpoint of a run as a model directory, and prints what it wrote.
 
@@ -62,6 +66,7 @@ def export(
       family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
         family that describes the model.
       only_adapter: writes A and B of its adapter as a folder of peft instead.
+      onto: as in `read_params`; merge.json of the directory records it.
 
     Raises:
       FileError: there is no checkpoint, or `out` is not empty.
@@ -86,7 +91,7 @@ def export(
                 written = _config(run, family or imported_family, dtype)
                 their_config = imported.config_with(written, is_same_model=imported_family is not None)
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
-                params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype))
+                params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype), onto=onto)
                 break
             except CheckpointError:
                 # A run that goes on deletes its older checkpoints: then there is a newer one.
@@ -105,6 +110,18 @@ def export(
     )
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
+    if run.adapter is not None:
+        _record_merge(out, run.adapter, onto)
+
+
+def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto) -> None:
+    """Says, on the terminal and in merge.json, what an adapter was merged into."""
+    in_blocks = adapter.base_dtype in CODES_PER_BYTE
+    before = f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these weights"
+    trained_base = f"the base in {adapter.base_dtype} blocks, dequantised" if in_blocks else "the frozen base"
+    print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
+    record = {"onto": onto, "base_dtype": adapter.base_dtype, "base": adapter.base, "scale": adapter.scale}
+    write_whole(out / "merge.json", json.dumps(record, indent=2) + "\n")
 
 
 def _export_adapter(

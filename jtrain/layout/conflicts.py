@@ -1,10 +1,15 @@
 """Options of a layout that exclude each other, and options that a model does not have."""
 
+import math
+from collections.abc import Collection
+
+from jax.sharding import PartitionSpec
+
 from jtrain.errors import UserError
 from jtrain.layout.dims import ADAPTER, ParamInfo
 from jtrain.layout.layout_spec import LayoutSpec
-from jtrain.layout.mesh import MeshSpec
-from jtrain.layout.precision import PrecisionSpec
+from jtrain.layout.mesh import MeshSpec, axis_names, local_shape
+from jtrain.layout.precision import BLOCK, CODES_PER_BYTE, PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout
 
 
@@ -62,6 +67,41 @@ def check_adapter(
                 "Set "
                 "mesh.tensor to model.num_kv_heads or less, or leave keys and values out of adapter.targets."
             )
+
+
+def check_blocks(info: ParamInfo, partition: PartitionSpec, mesh: MeshSpec, on_host: Collection[str]) -> None:
+    """Refuses a frozen matrix whose inputs, or a device's part of them, are no whole blocks.
+
+    Args:
+      on_host: paths of parameters in host memory.
+    """
+    assert info.dtype is not None
+    field = f"adapter.base_dtype={info.dtype}"
+    if info.path in on_host:
+        raise UserError(
+            f"layout.offload.params with {field}: blocks stay in device memory. Set layout.offload.params=none, or "
+            "adapter.base_dtype=bfloat16."
+        )
+    lead = len(info.dims) - len(info.dims.removeprefix("Y").removeprefix("X"))
+    ins = slice(lead, lead + info.num_inputs)
+    sizes, local = info.shape[ins], local_shape(partition, info.shape, mesh.shape)[ins]
+    for lengths in (sizes, local):
+        if math.prod(lengths) % BLOCK == 0 and lengths[-1] % CODES_PER_BYTE[info.dtype] == 0:
+            continue
+        count = " x ".join(map(str, sizes))
+        if lengths is sizes:
+            raise UserError(
+                f"{field}: {info.path} has {count} inputs ({info.dims[ins]}), which blocks of {BLOCK} do not divide. "
+                "Set adapter.base_dtype=bfloat16."
+            )
+        axes = " and ".join(
+            name for entry in partition[ins] for name in axis_names(entry) if mesh.shape[name] > 1
+        )
+        raise UserError(
+            f"{field}: a device has {math.prod(local)} of {count} inputs ({info.dims[ins]}) of {info.path}, which "
+            f"blocks of {BLOCK} do not divide. Use fewer devices along {axes}, or "
+            "set adapter.base_dtype=bfloat16."
+        )
 
 
 def check_groups(

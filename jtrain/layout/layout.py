@@ -25,7 +25,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec as P
 
 from jtrain.errors import UserError
-from jtrain.layout.conflicts import check_adapter, check_groups, check_stages
+from jtrain.layout.conflicts import check_adapter, check_blocks, check_groups, check_stages
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
@@ -33,7 +33,7 @@ from jtrain.layout.layout_spec import check_batch as check_batch
 from jtrain.layout.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
 from jtrain.layout.offload_spec import OFFLOADABLE, check_not_empty, largest_first
 from jtrain.layout.offload_spec import OffloadSpec as OffloadSpec
-from jtrain.layout.precision import PrecisionSpec
+from jtrain.layout.precision import CODES_PER_BYTE, PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
 
@@ -175,6 +175,11 @@ class Layout:
         """The parameters that steps change: they alone have gradients and optimizer state."""
         return tuple(p for p in self.params if not p.info.frozen)
 
+    @functools.cached_property
+    def has_blocks(self) -> bool:
+        """True if frozen matrices are in blocks, whose numbers are made a layer at a time."""
+        return any(p.info.dtype in CODES_PER_BYTE for p in self.params)
+
     @property
     def gathers_weights(self) -> bool:
         """True if no device holds whole parameters, so that they are gathered for each use: ZeRO-3."""
@@ -310,6 +315,9 @@ def make_layout(
         layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **placing))
     if shares["gradients"] > 0:
         layouts = _with_gradients_on_host(spec, mesh, layouts)
+    for p in layouts:
+        if p.info.dtype in CODES_PER_BYTE:
+            check_blocks(p.info, p.param, mesh, on_host)
     shared_fields: Any = dict(
         context_order=context_order, precision=precision, kernels=kernels, adapter_scale=adapter_scale
     )

@@ -53,11 +53,11 @@ class Detached:
 
     trained: the array that JAX differentiates; only its shape matters, its value is never read and XLA drops
       it. None for a frozen weight, which has no gradient.
-    value: the array that the forward pass computes with.
+    value: the array that the forward pass computes with, or a frozen matrix in blocks.
     """
 
     trained: Array | None
-    value: Array
+    value: Any
 
 
 @jax.tree_util.register_dataclass
@@ -143,9 +143,7 @@ def _streaming_loop(
     resident = [None if value is None or _on_host(value) else value for value in values]
     streamed = [value if value is not None and _on_host(value) else None for value in values]
 
-    def run_layer(
-        x: LayerCarry, trained: list[Array | None], values: list[Array | None], shared: Any
-    ) -> LayerCarry:
+    def run_layer(x: LayerCarry, trained: list[Array | None], values: list[Any], shared: Any) -> LayerCarry:
         pairs = zip(trained, values, strict=True)
         # Back to the leaves that the layer's `fetch` knows.
         merged = [t if value is None else Detached(t, value) for t, value in pairs]
@@ -387,5 +385,6 @@ def _streams(leaf: Any) -> bool:
     return sum_streams or (_is_detached(weight) and _on_host(weight.value))
 
 
-def _on_host(value: Array) -> bool:
-    return jax.typeof(value).memory_space is jax.memory.Space.Host
+def _on_host(value: Any) -> bool:
+    # Codes and scales of a matrix in blocks are in one memory.
+    return jax.typeof(jax.tree.leaves(value)[0]).memory_space is jax.memory.Space.Host

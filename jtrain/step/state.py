@@ -1,6 +1,7 @@
 """Train state (parameters, optimizer state, step): its shardings and its first values."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jtrain.layout.dims import ParamInfo
-from jtrain.layout.layout import Layout
+from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.adapters.base_hash import WORDS
+from jtrain.model.adapters.block_quantization import is_quantized, store
 from jtrain.model.fp8_scaling import first_scaling
-from jtrain.model.param import Params, init_param, init_params, map_params
+from jtrain.model.param import Params, at_path, init_param, init_params, map_params
 from jtrain.optim import Moments, Optimizer, check_layout
 from jtrain.optim.optimizer import check_offload
 from jtrain.step.guard import GuardState, first_guard
@@ -64,7 +66,7 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
         lambda info: jax.ShapeDtypeStruct(info.shape, _drawn_dtype(layout, optimizer)), infos
     )
     shapes = jax.eval_shape(lambda params: _first_state(layout, optimizer, params), drawn_shapes)
-    params = param_tree(layout, lambda p: sharding(mesh, p.param, p.param_memory))
+    params = _for_each_array(layout, lambda p: sharding(mesh, p.param, p.param_memory), shapes.params)
     # Whole arrays are in one memory each, so the tree does not depend on the offload.
     opt_state = optimizer.state_map(
         lambda info, name: sharding(
@@ -96,9 +98,16 @@ def with_base(layout: Layout, state: TrainState, base: Params) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
+def _for_each_array(layout: Layout, fn: Callable[[ParamLayout], Any], params: Params) -> Params:
+    """`fn` of each parameter's layout in place of each of its arrays: a matrix in blocks has two."""
+    return jax.tree.map(
+        lambda p, arrays: jax.tree.map(lambda _: fn(p), arrays), param_tree(layout, lambda p: p), params
+    )
+
+
 def _by_path(tree: Params) -> dict[str, Any]:
-    """Arrays of nested dicts by their keys, joined by dots."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    """Parameters of nested dicts by their keys, joined by dots."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
@@ -117,7 +126,7 @@ def init_state(
     # The same tree as `abstract`: a `ParamInfo` where values are drawn at random, None where they are zeros.
     drawn = TrainState(
         None,
-        param_tree(layout, lambda p: p.info),
+        _for_each_array(layout, lambda p: p.info, abstract.params),
         optimizer.state_map(lambda info, name: info if name == "master" else None),
         jax.tree.map(lambda _: None, abstract.scaling),
         jax.tree.map(lambda _: None, abstract.guard),
@@ -167,7 +176,8 @@ def _given_leaves(
         abstract.opt_state,
         is_leaf=lambda leaf: leaf is None,
     )
-    params = param_tree(layout, lambda p: values.get(p.info.path))
+    nothing_given = _for_each_array(layout, lambda _: None, abstract.params)
+    params = param_tree(layout, lambda p: values.get(p.info.path, at_path(nothing_given, p.info.path)))
     given = dataclasses.replace(nothing, params=params, opt_state=masters)
     return jax.tree.leaves(given, is_leaf=lambda leaf: leaf is None)
 
@@ -214,7 +224,7 @@ def _first_state(layout: Layout, optimizer: Optimizer, drawn: Params) -> TrainSt
     opt_state = optimizer.init(trained_values(layout, drawn))
     # `init` got the unrounded values: master weights start from them.
     params = jax.tree.map(
-        lambda p, x: x.astype(p.dtype(layout.precision)), param_tree(layout, lambda p: p), drawn
+        lambda p, x: store(p.info, x, p.dtype(layout.precision)), param_tree(layout, lambda p: p), drawn
     )
     delayed = layout.precision.matmul_dtype == "fp8_delayed"
     scaling = first_scaling(tuple(p.info for p in layout.params)) if delayed else {}

@@ -19,6 +19,7 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
+from jtrain.model.adapters.block_quantization import BlockQuantized, dequantize, is_quantized
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, at_path, map_params
@@ -77,7 +78,8 @@ def placement_of(layout: Layout) -> Placement:
         expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
-        regather=layout.gathers_weights,
+        # Numbers of blocks are made again, too: all layers' would be the model in the compute dtype.
+        regather=layout.gathers_weights or layout.has_blocks,
         streams=any(p.param_memory == "pinned_host" for p in layout.params),
         offload=offloaded_names(layout),
         lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
@@ -94,9 +96,11 @@ def exchange_heads(layout: Layout, params: Params) -> Params:
     are whole.
     """
 
-    def leaf(p: ParamLayout, value: Array) -> Array:
-        if p.shared_by == 1:
-            return value
+    def leaf(p: ParamLayout, value: Any) -> Any:
+        # Codes and scales of a matrix in blocks have its dimensions.
+        return value if p.shared_by == 1 else jax.tree.map(functools.partial(exchange, p), value)
+
+    def exchange(p: ParamLayout, value: Array) -> Array:
         heads, width = p.info.dims.index("K"), p.info.dims.index("D")
         with jax.named_scope(p.info.path.replace(".", "/")):
             # One copy of a head for each device that computes it.
@@ -160,7 +164,7 @@ def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
     Frozen weights of layers are `Detached` from nothing, and other frozen ones stay as they are.
     """
 
-    def leaf(p: ParamLayout, value: Array) -> Array | Detached:
+    def leaf(p: ParamLayout, value: Any) -> Any:
         if p.info.frozen:
             return Detached(None, value) if p.info.is_stacked else value
         array = at_path(trained, p.info.path)
@@ -197,11 +201,13 @@ def gather_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     # Under ZeRO-1 layers have whole weights and whole gradients, as they do between the two calls.
     spec = dataclasses.replace(layout.spec, zero_stage=1)
 
-    def leaf(p: ParamLayout, value: Array) -> Array:
+    def leaf(p: ParamLayout, value: Any) -> Any:
         if layout.spec.zero_stage < 3 or not _splits_data(layout, p):
             return value
         assert p.zero_dim is not None
         with jax.named_scope(p.info.path.replace(".", "/")):
+            if is_quantized(value):
+                return _gather_blocks(layout, value, p.zero_dim)
             return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.zero_dim)
 
     full_params = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -227,6 +233,8 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     spec = layout.spec
     if not p.info.is_matrix:
         return _attach(leaf)  # scales multiply in float32
+    if (blocks := _blocks_of(leaf)) is not None:
+        return _fetch_blocks(layout, p, blocks)
     # A frozen weight has no gradient to scatter: under stage 2 it is whole, as under stage 1.
     if not _splits_data(layout, p) or spec.zero_stage < 2 or (p.info.frozen and spec.zero_stage == 2):
         return _attach(leaf).astype(layout.precision.compute_dtype)
@@ -235,6 +243,24 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     if spec.zero_stage == 2:
         return _use_full(layout, leaf.trained, leaf.value, dim)
     return _gather(layout, _attach(leaf), dim)
+
+
+def _blocks_of(leaf: Any) -> BlockQuantized | None:
+    return leaf.value if isinstance(leaf, Detached) and is_quantized(leaf.value) else None
+
+
+def _fetch_blocks(layout: Layout, p: ParamLayout, blocks: BlockQuantized) -> Array:
+    """One layer's numbers of a frozen matrix in blocks; codes and scales are gathered, a quarter of the bytes."""
+    blocks = jax.lax.stop_gradient(blocks)
+    if layout.spec.zero_stage == 3 and _splits_data(layout, p):
+        assert p.zero_dim is not None
+        blocks = _gather_blocks(layout, blocks, p.zero_dim - p.info.dims.startswith("Y"))
+    return dequantize(blocks, layout.precision.compute_dtype)
+
+
+def _gather_blocks(layout: Layout, blocks: BlockQuantized, dim: int) -> BlockQuantized:
+    """A matrix in blocks from its shards, which hold whole blocks."""
+    return jax.tree.map(lambda part: gather_shards(layout, part, dim), blocks)
 
 
 def _attach(leaf: Array | Detached) -> Array:

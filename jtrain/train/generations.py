@@ -131,8 +131,8 @@ class Generations:
         layers = range(self._model.num_layers)
         order = None if pipeline is None else jnp.asarray([pipeline.order.index(layer) for layer in layers])
 
-        def in_order(info: ParamInfo, x: jax.Array) -> jax.Array:
-            return x if order is None or not info.is_stacked else x[order]
+        def in_order(info: ParamInfo, x: Any) -> Any:
+            return x if order is None or not info.is_stacked else jax.tree.map(lambda part: part[order], x)
 
         def dtype_of(info: ParamInfo) -> str:
             return precision.compute_dtype if info.is_matrix else precision.param_dtype

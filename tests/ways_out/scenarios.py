@@ -60,6 +60,9 @@ _ADAPTERS: dict[str, Words] = {
     "has no adapter beside it": sets("mesh.tensor=2", "layout.tensor_overlap=True", of=LORA),
     "groups of sequences have no adapter": sets("mesh.tensor=2", "layout.sequence_groups=2", of=LORA),
     "frozen weights and adapters multiply": sets("precision.matmul_dtype=fp8_delayed", of=LORA),
+    " do not divide. Set adapter.base_dtype": sets("model.d_ff=96", "adapter.base_dtype=nf4", of=LORA),
+    " do not divide. Use fewer devices along": sets("mesh.tensor=4", "adapter.base_dtype=nf4", of=LORA),
+    "blocks stay in device memory": sets("layout.offload.params=1.0", "adapter.base_dtype=nf4", of=LORA),
 }
 
 _PREFERENCES: dict[str, Words] = {

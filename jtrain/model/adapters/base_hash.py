@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +37,15 @@ def hash_base(infos: Sequence[ParamInfo], params: Params) -> UInt32[np.ndarray, 
     sharding = jax.tree.leaves(values)[0].sharding if frozen else None
     replicated = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
     sums = _sums(frozen, replicated)(values)
-    sums = map_params(lambda _, value: np.asarray(value).tolist(), frozen, sums)
     lines: list[str] = []
-    map_params(
-        lambda info, value, words: lines.append(
-            f"{info.path} {info.logical.shape} {value.dtype.name} {words}"
-        ),
-        frozen,
-        values,
-        sums,
-    )
+
+    def add_lines(info: ParamInfo, value: Any, words: Any) -> None:
+        # A matrix in blocks has two arrays, codes and scales.
+        for array, array_words in zip(jax.tree.leaves(value), jax.tree.leaves(words), strict=True):
+            numbers = np.asarray(array_words).tolist()
+            lines.append(f"{info.path} {info.logical.shape} {array.dtype.name} {numbers}")
+
+    map_params(add_lines, frozen, values, sums)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return np.frombuffer(digest, ">u4").astype(np.uint32)
 
@@ -60,7 +60,9 @@ def _sums(infos: tuple[ParamInfo, ...], sharding: NamedSharding | None) -> "jax.
     """The jitted sums of every parameter; one program, which takes each array once."""
 
     def sums(params: Params) -> Params:
-        return map_params(_sums_of, infos, params)
+        return map_params(
+            lambda info, value: jax.tree.map(functools.partial(_sums_of, info), value), infos, params
+        )
 
     return jax.jit(sums, out_shardings=sharding)
 

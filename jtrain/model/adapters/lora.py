@@ -8,6 +8,7 @@ from typing import Literal
 
 from jtrain.errors import UserError, did_you_mean, first_few
 from jtrain.layout.dims import ADAPTER, ParamInfo
+from jtrain.layout.precision import CODES_PER_BYTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,9 @@ class LoRA:
     base: workdir, or checkpoint in one (`runs/a/checkpoints/1000`), of the frozen weights, as `jtrain hf
       import` writes it; None draws them from the seed.
     start: folder of peft whose A and B the run begins with; None draws A, and B is zero.
-    base_dtype: number format of the frozen weights; None is `precision.param_dtype`.
+    base_dtype: number format of the frozen weights; None is `precision.param_dtype`. With `nf4` or `int8` the matrices
+      of the layers, but for routers, are in blocks (`jtrain.model.adapters.block_quantization`), and other frozen
+      weights in bfloat16.
 
     Raises:
       UserError: a value out of range.
@@ -38,7 +41,7 @@ class LoRA:
     rslora: bool = False
     base: str | None = None
     start: str | None = None
-    base_dtype: Literal["float32", "bfloat16"] | None = None
+    base_dtype: Literal["float32", "bfloat16", "nf4", "int8"] | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -47,8 +50,10 @@ class LoRA:
             raise UserError(f"adapter.alpha={self.alpha} must be a finite number above 0.")
         if not self.targets:
             raise UserError('adapter.targets is empty. Name matrices, such as ("q", "v"), or "*" for all.')
-        if self.base_dtype not in (None, "float32", "bfloat16"):
-            raise UserError(f"adapter.base_dtype={self.base_dtype!r} must be float32, bfloat16 or None.")
+        if self.base_dtype not in (None, "float32", "bfloat16", *CODES_PER_BYTE):
+            raise UserError(
+                f"adapter.base_dtype={self.base_dtype!r} must be float32, bfloat16, nf4, int8 or None."
+            )
 
     @property
     def scale(self) -> float:
@@ -96,7 +101,9 @@ class Adaptation:
             tuple(sorted({path.rpartition(".")[2] for path in paths})) for paths in (targets, trained)
         )
         rank = added[0].shape[added[0].dims.index("R")]
-        return cls(rank, own, whole, next(info.dtype for info in infos if info.frozen))
+        # Where matrices are in blocks, the others are in bfloat16.
+        dtypes = [info.dtype for info in infos if info.frozen]
+        return cls(rank, own, whole, next((dtype for dtype in dtypes if dtype in CODES_PER_BYTE), dtypes[0]))
 
     def infos(self, infos: Sequence[ParamInfo]) -> tuple[ParamInfo, ...]:
         """The parameters of another model with adapters at the same names."""
@@ -111,8 +118,11 @@ def _adapted(
     infos: Sequence[ParamInfo], targets: set[str], trained: set[str], rank: int, base_dtype: str | None
 ) -> tuple[ParamInfo, ...]:
     """All parameters of a model, frozen but for `trained`, and A and B of the paths `targets`."""
+    rest = "bfloat16" if base_dtype in CODES_PER_BYTE else base_dtype
     base = [
-        info if info.path in trained else dataclasses.replace(info, frozen=True, dtype=base_dtype)
+        info
+        if info.path in trained
+        else dataclasses.replace(info, frozen=True, dtype=base_dtype if _can_adapt(info) else rest)
         for info in infos
     ]
     added = [part for info in infos if info.path in targets for part in _parts(info, rank)]

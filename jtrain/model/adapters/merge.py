@@ -1,11 +1,13 @@
 """Weights of a model with an adapter as those of the plain model."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain.layout.dims import ADAPTER, ParamInfo
+from jtrain.model.adapters.block_quantization import dequantize, is_quantized
 from jtrain.model.adapters.lora import model_infos
 from jtrain.model.param import Params, at_path, map_params
 
@@ -22,7 +24,9 @@ def merge(
     """
     parts = {info.path: info for info in infos if info.is_adapter}
 
-    def merged(info: ParamInfo, value: Array) -> Array:
+    def merged(info: ParamInfo, value: Any) -> Array:
+        # A base in blocks: its numbers as the steps computed with them.
+        value = dequantize(value, "float32") if is_quantized(value) else value
         own = sorted(path for path in parts if path.rpartition(".")[0] == f"{info.path}{ADAPTER}")
         if not own:
             return value.astype(dtype_of(info))

@@ -10,9 +10,12 @@ import collections
 import dataclasses
 import math
 
+import jax
+
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.precision import itemsize
+from jtrain.model.adapters.block_quantization import stored_arrays
 from jtrain.model.fp8_scaling import fp8_weights, history_shape
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
@@ -155,8 +158,9 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     """Bytes of one device's parameters: in its memory, and in host memory."""
     memory_bytes = collections.Counter[str]()
     for p in layout.params:
-        size = itemsize(p.dtype(layout.precision))
-        memory_bytes[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
+        for array in jax.tree.leaves(stored_arrays(p.info, p.dtype(layout.precision))):
+            elements = local_elements(layout, p.param, array.shape, platform)
+            memory_bytes[p.param_memory] += elements * array.dtype.itemsize
     # A Counter: 0 for a memory without parameters.
     return memory_bytes["device"], memory_bytes["pinned_host"]
 

@@ -145,7 +145,7 @@ class _Step:
         return sum(self.layout.local_size(spec(p), p.info.shape) for p in params)
 
     def layer_elements(self) -> int:
-        """Elements of one layer's matrices, gathered from their shards."""
+        """Elements of one layer's matrices, gathered from their shards or made of their blocks."""
         return self._elements(self.stacked, _gathered) // self.layers
 
     def streamed_parameters(self) -> int:
@@ -282,7 +282,7 @@ class _Step:
     def layer(self) -> Temporaries:
         """Temporaries of a layer's backward pass."""
         weights = self.layer_weights()
-        if self.gathers:
+        if self.gathers or self.layout.has_blocks:
             weights += self.layer_elements() * self.compute
         if self.layout.spec.zero_stage >= 2 and self.layout.mesh.zero_shards > 1 and not self.gathers_all:
             # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
@@ -320,7 +320,7 @@ class _Step:
         is_last, in_attention = path == LAST, attention_workspace(self.job)
         params = [p for p in self.layout.params if p.info.is_matrix and p.info.path.startswith(path)]
         weights = self.copied_parameters
-        if self.gathers:
+        if self.gathers or self.layout.has_blocks:
             weights += self.compute * self._elements(params, _gathered)
         kept = self.kept_by(FIRST, LAST) + self.activations if is_last else self.kept_by(FIRST)
         gradients = 0 if is_last else self.gradients(layers=True) + self.single_gradients(LAST)

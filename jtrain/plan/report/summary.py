@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import axis_names
-from jtrain.layout.precision import itemsize
+from jtrain.model.adapters.block_quantization import stored_arrays
 from jtrain.optim import Optimizer, state_bytes
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step
 from jtrain.plan.estimate.collectives import Collective, collectives
@@ -124,7 +124,8 @@ def _layout_table(job: Job) -> Table:
         elements = 0 if p.info.frozen else layout.local_size(p.optimizer, p.info.shape)
         moments = state_bytes(job.optimizer, p.info, elements)
         # By the stored parameter's shard.
-        size = layout.local_size(p.param, p.info.shape) * itemsize(p.dtype(precision))
+        arrays = jax.tree.leaves(stored_arrays(p.info, p.dtype(precision)))
+        size = sum(layout.local_size(p.param, array.shape) * array.dtype.itemsize for array in arrays)
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),

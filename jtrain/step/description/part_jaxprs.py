@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import AXES, local_shape
+from jtrain.layout.precision import CODES_PER_BYTE
 from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.router import RouterLosses
@@ -73,7 +74,10 @@ def _array(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _block(layout: Layout, p: ParamLayout, spec: P) -> jax.ShapeDtypeStruct:
-    return _array(local_shape(spec, p.info.shape, layout.mesh.shape), p.dtype(layout.precision))
+    dtype = p.dtype(layout.precision)
+    # Matrices in blocks as the numbers that are made of them, which products read.
+    dtype = layout.precision.compute_dtype if dtype in CODES_PER_BYTE else dtype
+    return _array(local_shape(spec, p.info.shape, layout.mesh.shape), dtype)
 
 
 def _blocks(layout: Layout, spec: Callable[[ParamLayout], P] = lambda p: p.param) -> Params:

@@ -32,3 +32,17 @@ def test_a_plan_counts_the_base_once(name: str, count: int) -> None:
     matrices = [info for info in infos if info.is_matrix and info.path != "embed_VD"]
     frozen, own = (sum(i.active_size for i in matrices if i.frozen == f) for f in (True, False))
     assert flops.matmul_flops == 4 * frozen + 6 * own
+
+
+def test_the_base_of_qlora_llama70b_is_planned_in_blocks() -> None:
+    """4.5 bits for each number of the layers' matrices, two bytes for embeddings and norms; the step fits in 80 GB."""
+    sets = ["mesh.data=1", "layout.microbatches=16", "layout.microbatch_tokens=None"]
+    job = plan_job(build_run(load_config("qlora_llama70b", [], sets)), make_machine("h100", 1))
+    frozen = [p.info for p in job.layout.params if p.info.frozen]
+    in_blocks = sum(info.size for info in frozen if info.dtype == "nf4")
+    others = sum(info.size for info in frozen) - in_blocks
+    assert (in_blocks, others) == (68_451_041_280, 2_102_665_216)
+    trained = sum(p.info.size for p in job.layout.trained)
+    plan = memory(job)
+    assert plan.parameters == in_blocks * 9 // 16 + 2 * others + 4 * trained
+    assert plan.total_bytes < 80e9
