@@ -43,6 +43,11 @@ def add_export_options(parser: Parser) -> None:
 
 def _add_adapter(parser: Parser) -> None:
     parser.add_argument(
+        "--merge-losses",
+        action="store_true",
+        help="also print the losses of the adapter and of both merges on a batch, held out if one is",
+    )
+    parser.add_argument(
         "--merge-onto",
         choices=("trained", "base"),
         default="trained",
@@ -98,6 +103,7 @@ def export(args: Args) -> int:
         family_name=args.family,
         only_adapter=args.adapter,
         onto=args.merge_onto,
+        with_losses=args.merge_losses,
     )
     return 0
 

@@ -30,6 +30,7 @@ from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_l
 from jtrain.hf.imported_files import FOLDER as IMPORTED
 from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.mapping import checked_parts
+from jtrain.hf.merge_losses import ADAPTER, merge_losses
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.hf.model_files import GENERATION, open_tensors, read_config, read_json
 from jtrain.hf.peft_folders import write_adapter
@@ -57,6 +58,7 @@ def export(
     family_name: str | None = None,
     only_adapter: bool = False,
     onto: MergeOnto = "trained",
+    with_losses: bool = False,
 ) -> None:
     """Writes a checkpoint of a run as a model directory, and prints what it wrote.
 
@@ -67,6 +69,7 @@ def export(
         family that describes the model.
       only_adapter: writes A and B of its adapter as a folder of peft instead.
       onto: as in `read_params`; merge.json of the directory records it.
+      with_losses: prints and records the losses of `merge_losses` too.
 
     Raises:
       FileError: there is no checkpoint, or `out` is not empty.
@@ -92,6 +95,7 @@ def export(
                 their_config = imported.config_with(written, is_same_model=imported_family is not None)
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
                 params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype), onto=onto)
+                losses = merge_losses(checkpoints, newest, run, dtype) if with_losses and run.adapter else {}
                 break
             except CheckpointError:
                 # A run that goes on deletes its older checkpoints: then there is a newer one.
@@ -111,16 +115,21 @@ def export(
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
     if run.adapter is not None:
-        _record_merge(out, run.adapter, onto)
+        _record_merge(out, run.adapter, onto, losses)
 
 
-def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto) -> None:
+def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto, losses: dict[str, float]) -> None:
     """Says, on the terminal and in merge.json, what an adapter was merged into."""
     in_blocks = adapter.base_dtype in CODES_PER_BYTE
     before = f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these weights"
     trained_base = f"the base in {adapter.base_dtype} blocks, dequantised" if in_blocks else "the frozen base"
     print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
+    for name, loss in losses.items():
+        print(
+            f"  loss {'of the adapter' if name == ADAPTER else f'merged onto {name}'}: {loss:.6g} nats per target"
+        )
     record = {"onto": onto, "base_dtype": adapter.base_dtype, "base": adapter.base, "scale": adapter.scale}
+    record |= {"losses_nats": losses} if losses else {}
     write_whole(out / "merge.json", json.dumps(record, indent=2) + "\n")
 
 

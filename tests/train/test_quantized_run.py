@@ -61,13 +61,16 @@ def test_it_merges_onto_either_base_and_says_which(folder: Path, tmp_path: Path,
     tensors = {}
     for onto in ("trained", "base"):
         out = tmp_path / onto
-        workdirs.export(str(folder / "run"), out, step=None, dtype="float32", onto=onto)
+        workdirs.export(str(folder / "run"), out, step=None, dtype="float32", onto=onto, with_losses=True)
         assert (
             f"merged onto the {'base in nf4 blocks' if onto == 'trained' else 'base as it was before'}"
             in (capsys.readouterr().out)
         )
         recorded = json.loads((out / "merge.json").read_text())
         assert (recorded["onto"], recorded["base_dtype"]) == (onto, "nf4")
+        losses = recorded["losses_nats"]
+        assert losses["trained"] == pytest.approx(losses["adapter"], rel=1e-6)
+        assert abs(losses["base"] - losses["adapter"]) > 1e-4, "the two bases differ"
         tensors[onto] = load_file(out / "model.safetensors")
     base = load(folder / "base")
     up_YDF = at_path(base.params, "layers.mlp.up_DF")

@@ -100,7 +100,9 @@ def quantize(info: ParamInfo, value: Float[Array, "..."], dtype: str) -> BlockQu
     if dtype == "nf4":
         # By the reciprocal, as bitsandbytes: a quotient may round to the other side of a midpoint.
         relative = x * (1.0 / positive)
-        codes = sum((relative > float(midpoint)).astype(jnp.uint8) for midpoint in _MIDPOINTS)
+        codes = jnp.zeros(x.shape, jnp.uint8)
+        for midpoint in _MIDPOINTS:
+            codes += (relative > float(midpoint)).astype(jnp.uint8)
         codes = _packed(codes.reshape(*lead, -1, 2, math.prod(outs)))
         codes = codes.reshape(*lead, *ins[:-1], ins[-1] // 2, *outs)
     else:

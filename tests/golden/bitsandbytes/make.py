@@ -4,7 +4,7 @@
     PYTHON_WITH_BITSANDBYTES tests/golden/bitsandbytes/make.py
 
 Weights [outputs, inputs] of a torch Linear in float32 and bfloat16: normal numbers, and in the first rows all zeros,
-multiples of every midpoint between two codes and their neighbours, and numbers of very different size.
+numbers of very different size, and multiples of every midpoint between two codes and of their neighbours.
 Made with torch 2.13.0 and bitsandbytes 0.50.2.
 """
 
@@ -25,10 +25,10 @@ def weights() -> torch.Tensor:
     code = get_4bit_type("nf4", device="cpu")
     middle = (code[:-1] + code[1:]) / 2
     around = torch.stack([torch.nextafter(middle, middle - 1), middle, torch.nextafter(middle, middle + 1)])
-    for row, largest in enumerate((1.0, 0.3, 3.7e-5), start=1):
+    weight[1] *= 10.0 ** torch.linspace(-30, 30, 192)
+    for row, largest in enumerate([1.0, *torch.rand(30, generator=generator).tolist()], start=2):
         weight[row, :45] = around.reshape(-1) * largest
         weight[row, 63] = -largest
-    weight[4] *= 10.0 ** torch.linspace(-30, 30, 192)
     return weight
 
 
