@@ -4,7 +4,9 @@
     jtrain data inspect --config=tiny_dpo
     jtrain launch --config=tiny_dpo --set objective.form=ipo --workdir runs/ipo
 
-SEEN
+Seen on 2026-11-28: of 243 held-out pairs the reference tells none apart (its margins are 0), 90.9 % are right after 50
+steps and 97.1 % after 100; their loss is 0.6931, 0.2175 and 0.0997 nats. That took 782 s on two cores with a load of
+ten; on two idle cores it is still to be measured.
 """
 
 import fiddle as fdl
@@ -26,7 +28,7 @@ def tiny_dpo() -> fdl.Config[Run]:
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=200,
+        num_steps=100,
         mesh=fdl.Config(MeshSpec),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
@@ -55,11 +57,11 @@ def tiny_dpo() -> fdl.Config[Run]:
             tokenizer="bytes_chat",  # its folder has the chat template
             eval_fraction=0.05,
         ),
-        checkpoint=fdl.Config(CheckpointSpec, every_steps=100, keep_last=2),
+        checkpoint=fdl.Config(CheckpointSpec, every_steps=50, keep_last=2),
         eval=fdl.Config(
             EvalSpec,
-            every_steps=100,
+            every_steps=50,
             first=True,  # pairs that the reference tells apart: by chance
         ),
-        metrics=fdl.Config(MetricsSpec, log_every_steps=20),
+        metrics=fdl.Config(MetricsSpec, log_every_steps=10),
     )

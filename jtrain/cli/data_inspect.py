@@ -69,6 +69,9 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     # With one source, its name would be the same in every line.
     several = len(dataset.names) > 1
     names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
+    names = [
+        " ".join([name, piece.get("answer", "")]).rstrip() for name, piece in zip(names, pieces, strict=True)
+    ]
     if args.tokens:
         from jtrain.data.inspect.token_runs import token_lines, tokens_page
 

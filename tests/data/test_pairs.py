@@ -11,6 +11,7 @@ import pytest
 
 from bench.data_parts import chats
 from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.inspect.step_contents import pieces_of_step
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from tests.data.chat import templates
@@ -180,6 +181,27 @@ def test_a_pair_longer_than_a_row_is_refused_or_dropped(tmp_path: Path) -> None:
         texts_of(spec_of(tmp_path, records, SETTINGS["text"]))
     rows = texts_of(spec_of(tmp_path, records, SETTINGS["text"] | dict(on_too_long="drop")))
     assert sum(map(len, rows)) == 2 * (COUNT - 1)
+
+
+def test_both_texts_of_a_pair_are_shown_apart(tmp_path: Path) -> None:
+    records = [record("chats", number) for number in range(COUNT)]
+    pieces = pieces_of_step(
+        open_dataset(spec_of(tmp_path, records, SETTINGS["chats"]), seed=0), 0, tokens=True
+    )
+    better, worse = pieces[:2]
+    assert (better["answer"], worse["answer"]) == ("better", "worse")
+    assert better["document"] == worse["document"]
+    assert (better["start_token"], better["end_token"]) == (0, worse["start_token"])
+    assert "[['Yes" in better["marked"]
+    assert "[['No" in worse["marked"]
+    assert better["marked"].partition("[[")[0] == worse["marked"].partition("[[")[0]
+    for piece in (better, worse):
+        learned = [
+            token
+            for token, is_learned in zip(piece["tokens"], piece["is_learned"], strict=True)
+            if is_learned
+        ]
+        assert learned[-1] == templates.STOP
 
 
 def test_a_run_goes_on_with_the_same_pairs(tmp_path: Path) -> None:

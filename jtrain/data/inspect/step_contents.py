@@ -4,9 +4,11 @@ import itertools
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from jtrain.data.dataset import TextDataset
 from jtrain.data.inspect.excerpt import mark_learned
+from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.layout.constants import IGNORE
 from jtrain.runtime.multihost import process_index
 
@@ -19,8 +21,9 @@ def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> 
 
     Returns:
       Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and
-      `end_token` in that chunk, `text`; for sources with a loss mask also `learned`, the spans of those
-      tokens that are targets, and `marked`, the text in short with the learned spans between [[ and ]].
+      `end_token` in that chunk, `text`; of a preference pair `answer`, better or worse; for sources with a loss
+      mask also `learned`, the spans of those tokens that are targets, and `marked`, the text in short with the
+      learned spans between [[ and ]].
     """
     with dataset.train_batches(inline=True) as iterator:
         batch = next(itertools.islice(iterator, step, None))
@@ -31,40 +34,53 @@ def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> 
         source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
         # Pieces are sorted by row and lie end to end: the position starts anew with each row.
         position, row = (position if pieces.row[i] == row else 0), int(pieces.row[i])
-        ids = batch.token_BL[row, position : position + end - start]
-        target = batch.target_BL[row, position : position + end - start]
+        in_row = slice(position, position + end - start)
+        ids, target, segment = (a[row, in_row] for a in (batch.token_BL, batch.target_BL, batch.segment_BL))
         position += len(ids)
         stream = dataset.streams[source]
         chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
-        # The marks of a chat template are a part of its text.
-        mask = stream.setup.source.mask
-        is_chat = mask is not None and mask.is_chat
-        entries.append(
-            {
+        # A pair has two texts, any other piece one.
+        borders = [0, *(np.flatnonzero(np.diff(segment)) + 1).tolist(), len(ids)]
+        for number, (first, stop) in enumerate(itertools.pairwise(borders)):
+            entry = {
                 "row": row,
                 "source": dataset.names[source],
                 "document": stream.identity_of(int(chunk.record[0])),
                 "chunk": int(chunk.first[0]),
-                "start_token": start,
-                "end_token": end,
-                "text": stream.tokenizer.decode([int(i) for i in ids], specials=is_chat),
+                **({"answer": ("better", "worse")[number]} if dataset.spec.has_pairs else {}),
+                "start_token": start + first,
+                "end_token": start + stop,
             }
-        )
-        if tokens:
-            # Token i is the target at i - 1, so that the first token of a piece is never learned.
-            entries[-1]["tokens"] = [stream.tokenizer.spell(int(i)) for i in ids]
-            entries[-1]["is_learned"] = [False, *(target[:-1] != IGNORE).tolist()][: len(ids)]
-        if mask is not None:
-            # Token i is the target at i - 1, so that the first token of a piece is never learned.
-            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(
-                -1, 2
-            )
-            spans = [(int(a), int(b)) for a, b in learned.tolist()]
-            entries[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            entries[-1]["marked"] = mark_learned(
-                [int(i) for i in ids], spans, stream.tokenizer, specials=is_chat
+            entries.append(
+                entry | _contents(stream, ids[first:stop], target[first:stop], start + first, tokens)
             )
     return entries
+
+
+def _contents(
+    stream: ChunkStream,
+    ids: Int[np.ndarray, " n"],
+    target: Int[np.ndarray, " n"],
+    start: int,
+    tokens: bool,
+) -> dict[str, Any]:
+    """Text of a piece, what of it is learned, and its tokens; `start` is the first one's place in its chunk."""
+    # The marks of a chat template are a part of its text.
+    mask = stream.setup.source.mask
+    is_chat = mask is not None and mask.is_chat
+    values = [int(i) for i in ids]
+    contents: dict[str, Any] = {"text": stream.tokenizer.decode(values, specials=is_chat)}
+    if tokens:
+        # Token i is the target at i - 1, so that the first token of a piece is never learned.
+        contents["tokens"] = [stream.tokenizer.spell(i) for i in values]
+        contents["is_learned"] = [False, *(target[:-1] != IGNORE).tolist()][: len(ids)]
+    if mask is not None:
+        # Token i is the target at i - 1, so that the first token of a piece is never learned.
+        edges = np.concatenate([[0, 0], target[:-1] != IGNORE, [0]])
+        spans = [(int(a), int(b)) for a, b in np.flatnonzero(np.diff(edges)).reshape(-1, 2).tolist()]
+        contents["learned"] = [[start + a, start + b] for a, b in spans]
+        contents["marked"] = mark_learned(values, spans, stream.tokenizer, specials=is_chat)
+    return contents
 
 
 def documents_of_batch(
