@@ -180,6 +180,7 @@ def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
             reads_a_run = (name, word) in {
                 ("hf", "export"),
                 ("hf", "import"),
+                ("data", "reference"),
                 ("generate", ""),
                 ("launch", ""),
             }
