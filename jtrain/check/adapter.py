@@ -11,12 +11,13 @@ from flax.traverse_util import unflatten_dict
 
 from jtrain.check.layouts import LayoutReference
 from jtrain.check.lines import Differs
-from jtrain.check.packing import OneDevice, nats_of, without_adapter
+from jtrain.check.packing import OneDevice, nats_of
 from jtrain.check.records import Sample
 from jtrain.check.rounding import MARGIN, RUNS, moved
 from jtrain.config.course import LOSS, ArraysByPath
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import ParamInfo
+from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.base_hash import hash_base, hex_of
 from jtrain.model.param import Params
 

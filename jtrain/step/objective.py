@@ -132,18 +132,18 @@ def scale_of(
     """Returns the scale of one device's sums, and its batch with the weights of the targets."""
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     denominator = num_tokens
-    sums_weights = not isinstance(spec, DPO) and spec.mean == "tokens" and batch.weight_BL is not None
+    summed_BL = None if isinstance(spec, DPO) or spec.mean != "tokens" else batch.weight_BL
     if isinstance(spec, DPO):
         # Whole rows have whole pairs, so each counts where both of its texts have targets.
         count_BP2 = count_targets(layout, batch)
         denominator = _sum_rows(layout, jnp.all(count_BP2 > 0, axis=-1))
-    elif sums_weights:
-        denominator = psum_batch(layout, jnp.sum(batch.weight_BL))
+    elif summed_BL is not None:
+        denominator = psum_batch(layout, jnp.sum(summed_BL))
     elif spec.mean == "per_sample":
         weight_BL, denominator = _weigh_samples(layout, batch)
         batch = dataclasses.replace(batch, weight_BL=weight_BL)
     # Accumulation is exact because each microbatch is divided by the count of the whole batch, not its own.
-    if sums_weights:
+    if summed_BL is not None:
         # A sum of weights may be less than 1.
         unit = jnp.where(denominator > 0.0, 1.0 / denominator, 1.0)
     else:
