@@ -1,45 +1,100 @@
 """Adapter off = base: what is frozen stays, bit for bit, and the adapter begins as nothing and is trained."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
+from jtrain.check.layouts import LayoutReference
 from jtrain.check.lines import Differs
-from jtrain.check.packing import OneDevice
+from jtrain.check.packing import OneDevice, nats_of
 from jtrain.check.records import Sample
 from jtrain.check.rounding import MARGIN, RUNS, moved
-from jtrain.config.course import LOSS, Course
+from jtrain.config.course import LOSS, ArraysByPath
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import ParamInfo
+from jtrain.model.adapters.adapted_kernel import without_adapter
+from jtrain.model.adapters.base_hash import hash_base, hex_of
+from jtrain.model.param import Params
 
 
-def adapter_off_is_base(course: Course, infos: Sequence[ParamInfo], device: OneDevice, sample: Sample) -> str:
-    """Proves that a run with its adapter switched off is its base.
+def adapter_off_is_base(
+    reference: LayoutReference,
+    infos: Sequence[ParamInfo],
+    device: OneDevice,
+    sample: Sample,
+    *,
+    freezes_all: bool,
+) -> str:
+    """Proves that a run with its adapter switched off is its base, before the first update and after the last.
 
     Args:
-      course: updates of the run with its adapter, whose evaluation is of `sample` before the first one.
+      reference: updates of the run with its adapter, whose evaluation is of `sample` before the first one.
       device: the base alone.
+      freezes_all: True if the adapter trains no parameter of the base beside it.
 
     Raises:
-      Differs: names the tensor that moved, or did not, or the record that the first adapter changes.
+      Differs: names the tensor that moved, or did not, or the record that the first adapter changes, or the
+        trained one although it is off.
     """
+    course = reference.course
     frozen = [info.path for info in infos if info.frozen]
     added = [info.path for info in infos if info.is_adapter]
+    if freezes_all and (free := sorted({info.path for info in infos} - {*frozen, *added})):
+        raise Differs(f"{free[0]} is of the base and is trained")
     for path in frozen:
         if course.first[path].tobytes() != course.last[path].tobytes():
             raise Differs(f"{path} is frozen, and {len(course.losses)} updates have changed it")
     for path in added:
         if np.array_equal(course.first[path], course.last[path]):
             raise Differs(f"{path} is of the adapter, and {len(course.losses)} updates have not moved it")
-    assert course.nats_BL is not None
-    base = device.sums(sample).nats
+    base_logits_BLV = device.logits(sample.arrays)
+    base = nats_of(sample, base_logits_BLV)
     runs = [device.sums(sample, moved(device.params, seed)).nats for seed in range(RUNS)]
     spread = float(np.max(np.abs(np.asarray(runs) - base)))
-    for number, piece in enumerate(sample.pieces):
-        nats = piece.of(course.nats_BL)[piece.of(sample.arrays["target_BL"]) != IGNORE].sum(dtype=np.float64)
-        if not abs(nats - base[number]) <= LOSS * abs(base[number]) + MARGIN * spread:
-            raise Differs(
-                f"nats {nats:.6g} with the first adapter, {base[number]:.6g} without; first record that differs: "
-                f"{piece.place}"
-            )
-    return f"{len(frozen)} frozen arrays bit for bit after {len(course.losses)} updates, {len(added)} trained"
+    bounds = LOSS * np.abs(base) + MARGIN * spread
+    assert course.nats_BL is not None
+    first = _nats_of_pieces(sample, course.nats_BL)
+    # Negated, so that nan counts as different.
+    if (different := np.flatnonzero(~(np.abs(first - base) <= bounds))).size:
+        number = int(different[0])
+        raise Differs(
+            f"nats {first[number]:.6g} with the first adapter, {base[number]:.6g} without; first record that differs: "
+            f"{sample.pieces[number].place}"
+        )
+    first_params, trained_params = (_on_device(p) for p in (course.first, course.last))
+    base_hash, hash_after = (hex_of(hash_base(infos, params)) for params in (first_params, trained_params))
+    if hash_after != base_hash:
+        raise Differs(f"the hash of the base was {base_hash[:16]} and is {hash_after[:16]} after training")
+    # What is trained beside the adapter is no part of the base.
+    off = {path: course.last[path] if path in frozen else course.first[path] for path in course.last}
+    off_logits_BLV = device.logits(sample.arrays, without_adapter(_on_device(off)))
+    for piece in sample.pieces:
+        if piece.of(off_logits_BLV).tobytes() != piece.of(base_logits_BLV).tobytes():
+            raise Differs(f"logits with the trained adapter off are not the base's, of {piece.place}")
+    # Without this, an adapter that no forward pass reads would look like one that is off.
+    state = dataclasses.replace(reference.first_state, params=trained_params)
+    trained: Any = reference.trainer.train([sample.arrays], state, evaluates=True).nats_BL
+    if not (np.abs(_nats_of_pieces(sample, trained) - base) > bounds).any():
+        raise Differs(f"the adapter after {len(course.losses)} updates changes the nats of no record")
+    return (
+        f"{len(frozen)} frozen arrays bit for bit after {len(course.losses)} updates, {len(added)} trained; off, "
+        f"the same logits bit for bit; base {base_hash[:16]}"
+    )
+
+
+def _on_device(arrays: ArraysByPath) -> Params:
+    """Parameters of arrays by path."""
+    return jax.tree.map(jnp.asarray, unflatten_dict(arrays, sep="."))
+
+
+def _nats_of_pieces(sample: Sample, nats_BL: np.ndarray) -> np.ndarray:
+    """Nats of each piece, summed over its targets."""
+    target_BL = sample.arrays["target_BL"]
+    return np.asarray(
+        [piece.of(nats_BL)[piece.of(target_BL) != IGNORE].sum(dtype=np.float64) for piece in sample.pieces]
+    )

@@ -19,7 +19,7 @@ from jtrain.config.run import Run, run_layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.exit_codes import DONE, STOPPED
-from jtrain.step.state import abstract_state
+from jtrain.step.state import abstract_state, without_base
 from jtrain.telemetry.metrics import FILE
 from jtrain.train.attempt import train
 from jtrain.train.callbacks import Callback, DispatchedStep
@@ -68,7 +68,9 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
                     f"{want[step][name]} without"
                 )
     layout, optimizer = run_layout(run), make_optimizer(run)
-    like = abstract_state(layout, optimizer, make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
+    mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
+    # A checkpoint of an adapter holds the hash of its base, which is in the state, and not the base.
+    like = without_base(layout, abstract_state(layout, optimizer, mesh))
     states = [
         restore(folder / "checkpoints", STEPS, like, order=layout.layer_order)[0]
         for folder in (unbroken, broken)

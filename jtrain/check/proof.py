@@ -180,7 +180,9 @@ class RunCheck:
         if self.run.adapter is None:
             raise DoesNotApply("the run has no adapter")
         infos = self.plain.param_infos()
-        return adapter_off_is_base(self.reference.course, infos, self.device, self.samples[0][0])
+        return adapter_off_is_base(
+            *(self.reference, infos, self.device, self.samples[0][0]), freezes_all=not self.run.adapter.train
+        )
 
     def _resume(self) -> str:
         # The ids of the tokenizer, of which a model may have more.

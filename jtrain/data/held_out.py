@@ -15,7 +15,7 @@ from jaxtyping import Int, Int32, Int64
 
 from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, spans_of
 from jtrain.data.constructor.context_order import context_order
-from jtrain.data.loss_mask import border_of, ignore_targets, number_pairs, runs_within
+from jtrain.data.loss_mask import border_of, number_pairs, runs_within, unlearned, weigh_targets
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
@@ -151,7 +151,7 @@ class HeldOutSet:
         reads = (self._read(number) for number in range(int(self.document_table.end[-1])))
         return any(
             # Targets are all tokens but the first; the ignored runs are counted from token 1 on.
-            len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum()
+            len(read.ids) - 1 > np.diff(np.maximum(unlearned(read.ignored), 1)).sum()
             for read in reads
         )
 
@@ -171,7 +171,7 @@ class HeldOutSet:
                 continue
             read = self._read(number)
             # Of a pair the better answer: it comes first.
-            runs, end_of_text = read.ignored, border_of(read.ignored) or len(read.ids)
+            runs, end_of_text = unlearned(read.ignored), border_of(read.ignored) or len(read.ids)
             edges = [0, *(int(edge) for edge in runs[runs[:, 0] < end_of_text].ravel()), end_of_text]
             source = int(self.document_table.source[document])
             questions += [
@@ -226,7 +226,7 @@ class HeldOutSet:
             runs = [
                 runs_within(reads[n].ignored, start, end) for _, n, start, end in iterate_pieces(plan.pieces)
             ]
-            ignore_targets(rows.target_BL, plan.pieces, runs)
+            weigh_targets(rows.target_BL, plan.pieces, runs)
             if spec.has_pairs:
                 number_pairs(rows.position_BL, rows.segment_BL, plan.pieces, runs)
             arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
@@ -315,7 +315,7 @@ class HeldOutSet:
                 return None
             # + 1: the first token of a piece is nobody's target, so its bytes do not count.
             total += int(sizes[start + 1 : end].sum())
-            for first, last in runs_within(reads[number].ignored, start + 1, end).tolist():
+            for first, last in unlearned(runs_within(reads[number].ignored, start + 1, end)).tolist():
                 total -= int(sizes[start + 1 + first : start + 1 + last].sum())
         return total
 

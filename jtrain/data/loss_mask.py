@@ -1,28 +1,37 @@
-"""Loss mask of tokens: runs of tokens that are read and not learned; sources without masks have no runs."""
+"""Loss mask of tokens: runs of tokens that are read and not learned, or that weigh otherwise than others.
 
+A run is first token, end, and weight in millionths: 0 is not learned. Tokens in no run weigh 1, so sources
+without masks have no runs.
+"""
+
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64
+from jaxtyping import Float32, Int, Int32, Int64
 
+from jtrain.data.chat.messages import UNIT
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.sources.formats.masked_text import MaskedText
 from jtrain.data.tokenizer import EncodedDocuments, TextChunk, Tokenizer
 from jtrain.layout.constants import IGNORE
 
-NO_RUNS = np.zeros((0, 2), np.int32)
-"""Runs of tokens of which all are learned."""
+NO_RUNS = np.zeros((0, 3), np.int32)
+"""Runs of tokens of which all are learned alike."""
+
+type Runs = Int[np.ndarray, "runs 3"]
 
 
 class ChunkPart(NamedTuple):
-    """Part of a chunk that is learned as a whole, or not at all; or the whole text of a chat template.
+    """Part of a chunk whose tokens weigh alike; or the whole text of a chat template.
 
+    weight: weight in millionths; 0 is not learned.
     template_text: the text, whose special tokens are tokens; None for other texts.
     """
 
     chunk: TextChunk
-    learned: bool
+    weight: int
     template_text: MaskedText | None = None
 
 
@@ -34,41 +43,42 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
       text: whole text, a `MaskedText`; any other text is learned.
     """
     if not isinstance(text, MaskedText):
-        return [ChunkPart(chunk, learned=True)]
+        return [ChunkPart(chunk, UNIT)]
     if text.of_template:
-        return [ChunkPart(chunk, learned=True, template_text=text)]
+        return [ChunkPart(chunk, UNIT, text)]
     parts: list[ChunkPart] = []
     stop = start + len(chunk.content)
 
-    def add(low: int, high: int, *, learned: bool) -> None:
+    def add(low: int, high: int, weight: int) -> None:
         # Spans are of the whole text; only what lies in this chunk counts.
         low, high = max(low, start), min(high, stop)
         if low < high:
             # The begin id goes to the first part, the end id to a part of its own below.
             begins = chunk.begins and not parts
             parts.append(
-                ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), learned)
+                ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), weight)
             )
 
     characters = end = 0  # of the text so far; `end` in bytes
     # Spans count characters, chunks bytes: the text between spans is encoded once, as it goes by.
-    for first, last in text.learned:
+    for (first, last), weight in zip(text.learned, text.weight_of_spans, strict=True):
         low = end + len(text[characters:first].encode("utf-8"))
-        add(end, low, learned=False)
+        add(end, low, 0)
         end, characters = low + len(text[first:last].encode("utf-8")), last
-        add(low, end, learned=True)
-    add(end, stop, learned=False)
+        add(low, end, weight)
+    add(end, stop, 0)
     if not parts or chunk.ends:
         # The border ids of the document. The begin id is no target, since nothing comes before it.
-        at_end = bool(text.learned) and text.learned[-1][1] == len(text)
-        parts.append(ChunkPart(TextChunk(b"", chunk.begins and not parts, chunk.ends), at_end))
+        reaches_end = bool(text.learned) and text.learned[-1][1] == len(text)
+        weight = text.weight_of_spans[-1] if reaches_end else 0
+        parts.append(ChunkPart(TextChunk(b"", chunk.begins and not parts, chunk.ends), weight))
     return parts
 
 
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
-) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
-    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs not learned.
+) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 3"]]:
+    """Returns lengths and ids of chunks, each part tokenised by itself, and their runs.
 
     The text of a chat template is tokenised as a whole, and its spans are found by the tokenizer's offsets.
     """
@@ -80,13 +90,14 @@ def encode_parts(
     chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
     total = np.bincount(chunk, weights=lengths, minlength=len(chunks)).astype(np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
-    ignored = ~np.asarray([part.learned for part in parts], np.bool_) & (lengths > 0)
-    return (total, ids), np.stack([ends - lengths, ends], axis=1)[ignored].astype(np.int32)
+    weights = np.asarray([part.weight for part in parts], np.int32)
+    runs = np.stack([ends - lengths, ends, weights], axis=1)[(weights != UNIT) & (lengths > 0)]
+    return (total, ids), runs.astype(np.int32)
 
 
 def _encode_templates(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
-) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
+) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 3"]]:
     """Returns what `encode_parts` returns, for texts of chat templates and the empty ones of bad records."""
     texts = [chunk[0].template_text or MaskedText("", ()) for chunk in chunks]
     borders = [[border for span in text.learned for border in span] for text in texts]
@@ -100,8 +111,13 @@ def _encode_templates(
             # The model stops with the end of the document.
             learned[-1, 1] = end + 1
         ids.append(np.append(text_ids, [tokenizer.end_id] * has_end).astype(tokenizer.id_dtype))
-        edges = np.concatenate([[0], learned.ravel(), [end + has_end]]).astype(np.int32).reshape(-1, 2)
-        runs.append(edges[edges[:, 0] < edges[:, 1]] + np.int32(total))
+        edges = np.concatenate([[0], learned.ravel(), [end + has_end]]).astype(np.int32)
+        # What is read and what is learned take turns, the first and the last of them read.
+        weights = np.zeros(len(edges) - 1, np.int32)
+        weights[1::2] = text.weight_of_spans
+        text_runs = np.stack([edges[:-1] + total, edges[1:] + total, weights], axis=1)
+        is_run = (edges[:-1] < edges[1:]) & (weights != UNIT)
+        runs.append(text_runs[is_run].astype(np.int32))
         lengths.append(len(ids[-1]))
         total += len(ids[-1])
     return (np.asarray(lengths, np.int32), np.concatenate(ids)), np.concatenate(runs)
@@ -121,7 +137,7 @@ def pieces_of_sample(length: int, runs: Int[np.ndarray, "runs 2"], row_tokens: i
 
     Args:
       length: tokens of the sample.
-      runs: runs of its tokens that are not learned, ascending.
+      runs: first token and end of its runs that are not learned, ascending.
     """
     # Adjacent runs are one prompt: the parts of a text are tokenised one by one.
     # Cut to the number of runs, as there may be none.
@@ -145,34 +161,52 @@ def pieces_of_sample(length: int, runs: Int[np.ndarray, "runs 2"], row_tokens: i
     return spans
 
 
-def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
+def unlearned(runs: Runs) -> Int[np.ndarray, "some 2"]:
+    """Returns first token and end of the runs that are not learned."""
+    return runs[runs[:, 2] == 0, :2]
+
+
+def runs_within(
+    runs: Int[np.ndarray, "runs columns"], start: int, end: int
+) -> Int[np.ndarray, "some columns"]:
     """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` must ascend.
 
     Example: of the runs [2, 5) and [8, 12), tokens 4 to 9 have [0, 1) and [4, 6).
+
+    Args:
+      runs: first token, end, and any further columns.
     """
-    # One contiguous array: bisecting it in a mapped file reads a few pages, a column would be copied.
-    borders = runs.reshape(-1)
-    # Borders alternate start, end: // 2 gives the run. side="right": a run that ends at `start` is out.
-    low = int(np.searchsorted(borders, start, side="right")) // 2
-    high = (int(np.searchsorted(borders, end, side="left")) + 1) // 2
-    return np.clip(runs[low:high], start, end) - start
+    # Bisected in Python: in a mapped file that reads a few pages, where NumPy would copy a column.
+    low = bisect.bisect_right(runs[:, 1], start)
+    high = bisect.bisect_left(runs[:, 0], end)
+    runs_here = runs[low:high].copy()
+    runs_here[:, :2] = np.clip(runs_here[:, :2], start, end) - start
+    return runs_here
 
 
 def runs_of_spans(
-    runs: Int[np.ndarray, "runs 2"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
-) -> Int32[np.ndarray, "some 2"]:
-    """Returns the runs in spans of tokens, counted as if the spans were joined end to end."""
-    shifted_runs, offset = [NO_RUNS], 0
+    runs: Int[np.ndarray, "runs columns"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
+) -> Int32[np.ndarray, "some 3"]:
+    """Returns the runs in spans of tokens, counted as if the spans were joined end to end.
+
+    Args:
+      runs: runs, or first tokens and ends of those that are not learned.
+    """
+    shifted_runs: list[np.ndarray] = [NO_RUNS]
+    offset = 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if len(span_runs := runs_within(runs, start, end)):
-            shifted_runs.append((span_runs + offset).astype(np.int32))
+            shifted = np.zeros((len(span_runs), 3), np.int32)
+            shifted[:, : span_runs.shape[1]] = span_runs
+            shifted[:, :2] += offset
+            shifted_runs.append(shifted)
         offset += end - start
     return np.concatenate(shifted_runs)
 
 
 def join_pairs(
-    lengths: Int[np.ndarray, " texts"], runs: Int32[np.ndarray, "runs 2"]
-) -> tuple[Int32[np.ndarray, " pairs"], Int32[np.ndarray, "some 2"]]:
+    lengths: Int[np.ndarray, " texts"], runs: Int32[np.ndarray, "runs 3"]
+) -> tuple[Int32[np.ndarray, " pairs"], Int32[np.ndarray, "some 3"]]:
     """Returns the lengths of pairs, each two of the texts in turn, and the runs with a mark between the two.
 
     The mark is an empty run [b, b) where the second text begins: it goes with the runs wherever they go, and
@@ -182,12 +216,12 @@ def join_pairs(
     ends = np.cumsum(lengths, dtype=np.int32)
     # A bad record is a pair of empty texts, without a border.
     borders = ends[::2][lengths[::2] > 0]
-    marked = np.concatenate([runs, np.stack([borders, borders], axis=1)])
+    marked = np.concatenate([runs, np.stack([borders, borders, 0 * borders], axis=1)])
     order = np.lexsort((marked[:, 1], marked[:, 0]))
     return lengths.reshape(-1, 2).sum(axis=1, dtype=np.int32), marked[order].astype(np.int32)
 
 
-def border_of(runs: Int[np.ndarray, "runs 2"]) -> int | None:
+def border_of(runs: Runs) -> int | None:
     """Returns the token at which the second text of a pair begins; None if the runs are not those of a pair."""
     borders = runs[runs[:, 0] == runs[:, 1], 0]
     return int(borders[0]) if len(borders) else None
@@ -197,7 +231,7 @@ def number_pairs(
     position_BL: Int32[np.ndarray, "B L"],
     segment_BL: Int32[np.ndarray, "B L"],
     pieces: Pieces,
-    runs: Sequence[Int[np.ndarray, "_ 2"]],
+    runs: Sequence[Runs],
 ) -> None:
     """Makes two segments of each piece, which is a pair: pair p of a row has 2 p - 1, the better text, and 2 p.
 
@@ -226,18 +260,31 @@ def _first_positions(pieces: Pieces, row_tokens: int) -> Int64[np.ndarray, " pie
     return pieces.row * row_tokens + tokens_before - tokens_before[first_of_row]
 
 
-def ignore_targets(
-    target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "_ 2"]]
+def weigh_targets(
+    target_BL: Int32[np.ndarray, "B L"],
+    pieces: Pieces,
+    runs: Sequence[Runs],
+    weight_BL: Float32[np.ndarray, "B L"] | None = None,
 ) -> None:
     """Sets targets to IGNORE that are in runs which are not learned; rows must be filled already.
 
     Args:
       runs: runs of each piece, counted from its first token.
+      weight_BL: set to the weight of each target, 0 where there is none.
     """
     first_position = _first_positions(pieces, target_BL.shape[1])
     target = target_BL.reshape(-1)
     assert np.shares_memory(target, target_BL), "the batch is contiguous"
+    weight = None
+    if weight_BL is not None:
+        weight_BL[:] = target_BL != IGNORE
+        weight = weight_BL.reshape(-1)
+        assert np.shares_memory(weight, weight_BL), "the batch is contiguous"
     for position, piece_runs in zip(first_position.tolist(), runs, strict=True):
-        for start, end in piece_runs.tolist():
+        for start, end, millionths in piece_runs.tolist():
             # Token i is the target at i - 1. A piece's first token is nobody's target.
-            target[position + max(start, 1) - 1 : position + end - 1] = IGNORE
+            places = slice(position + max(start, 1) - 1, position + end - 1)
+            if millionths == 0:
+                target[places] = IGNORE
+            if weight is not None:
+                weight[places] = millionths / UNIT

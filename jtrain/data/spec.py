@@ -133,6 +133,11 @@ class PackedText:
                 )
             source.check(name)
             self.check_pairs(name, source)
+            if source.message_weights and self.prepared is not None:
+                raise UserError(
+                    f"{field_of(name)}.message_weights=True, but data.prepared={self.prepared!r} holds token ids "
+                    f"without weights. Set data.prepared=None, or {field_of(name)}.message_weights=False."
+                )
             # An adopted index may hold samples, which is known when it is open.
             if self.prepared is None or source.mask is not None:
                 self.check_samples(name, source, has_samples=source.mask is not None)
@@ -192,6 +197,11 @@ class PackedText:
             return self.seq_len, None
         # Half a row, rounded up: see `SourceSetup.chunk_tokens`.
         return -(-self.seq_len // 2), self.seq_len
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the targets of a batch have weights."""
+        return any(source.message_weights for source in self.named_sources.values())
 
     @property
     def named_sources(self) -> dict[str, Source]:

@@ -36,8 +36,9 @@ class Batch:
 
     A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 in padding;
     `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or
-    `IGNORE`. `weight_BL` is the factor of each target in the loss, float32; None weighs all alike. A step may
-    set it from the other arrays (`ObjectiveSpec`); the data plane does not.
+    `IGNORE`. `weight_BL` is the factor of each target in the loss, float32, 0 where there is no target; None
+    weighs all alike. The data plane sets it where messages have weights, and a step may set it from the other
+    arrays (`ObjectiveSpec`).
 
     Rows of preference pairs have segments 2 p - 1, the better text of pair p, and 2 p, the worse one.
     `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a

@@ -30,6 +30,8 @@ def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
         for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
             # Each array is mixed before the next enters: equal values of two arrays would cancel in one xor.
             h = mix_bits(h ^ x_BL.astype(jnp.uint32))
+        if batch.weight_BL is not None:
+            h = mix_bits(h ^ jax.lax.bitcast_convert_type(batch.weight_BL, jnp.uint32))
         return jnp.sum(h, dtype=jnp.uint32)
 
     # Two seeds (the golden ratio, a constant of Murmur3) make 64 bits of two independent 32-bit hashes.

@@ -26,7 +26,9 @@ class ObjectiveSpec:
 
     mean: `tokens`: the mean over all targets of the global batch, so that a long answer counts as much as its
       tokens; `per_sample`: the mean over samples of each one's mean, so that all answers count alike. A
-      sample is a document's piece in a row; a chat that `on_too_long` splits is several.
+      sample is a document's piece in a row; a chat that `on_too_long` splits is several. Where the messages of
+      a source have weights (`Batch.weight_BL`), both are weighted means: the sum of weight times nats over the
+      sum of weights, of the batch or of each sample.
     """
 
     mean: Literal["tokens", "per_sample"] = "tokens"
@@ -115,7 +117,7 @@ class LossScale:
     """Numbers of the global batch, the same on every device.
 
     num_tokens: valid targets.
-    unit: 1 / targets, 1 / samples, or 1 / pairs.
+    unit: 1 / targets, or their weights if they have such, 1 / samples, or 1 / pairs.
     targets_per_token: targets, samples or pairs over tokens that are not padding; None for a model without a router.
     """
 
@@ -130,15 +132,22 @@ def scale_of(
     """Returns the scale of one device's sums, and its batch with the weights of the targets."""
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     denominator = num_tokens
+    summed_BL = None if isinstance(spec, DPO) or spec.mean != "tokens" else batch.weight_BL
     if isinstance(spec, DPO):
         # Whole rows have whole pairs, so each counts where both of its texts have targets.
         count_BP2 = count_targets(layout, batch)
         denominator = _sum_rows(layout, jnp.all(count_BP2 > 0, axis=-1))
+    elif summed_BL is not None:
+        denominator = psum_batch(layout, jnp.sum(summed_BL))
     elif spec.mean == "per_sample":
         weight_BL, denominator = _weigh_samples(layout, batch)
         batch = dataclasses.replace(batch, weight_BL=weight_BL)
     # Accumulation is exact because each microbatch is divided by the count of the whole batch, not its own.
-    unit = 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32)
+    if summed_BL is not None:
+        # A sum of weights may be less than 1.
+        unit = jnp.where(denominator > 0.0, 1.0 / denominator, 1.0)
+    else:
+        unit = 1.0 / jnp.maximum(denominator, 1).astype(jnp.float32)
     share = None
     if has_router:
         # A router sees prompts as well: divided by the targets alone, its losses would grow with the prompts.
@@ -148,19 +157,27 @@ def scale_of(
 
 
 def _weigh_samples(layout: Layout, batch: Batch) -> tuple[Float[Array, "B L"], Int[Array, ""]]:
-    """Returns 1 / targets of the sample of each token, and the number of samples with a target."""
+    """Returns 1 / targets of the sample of each token, or its weight as a share of the sample's, and the number of
+    samples with a target.
+    """
     context = layout.mesh.context
     rows, length = batch.target_BL.shape
     valid_BL = batch.target_BL != IGNORE
     # A row has at most as many segments as tokens; 0 is padding.
     row_B1 = jnp.arange(rows)[:, None]
-    count_BS = jnp.zeros((rows, length * context + 1), jnp.int32)
-    count_BS = count_BS.at[row_B1, batch.segment_BL].add(valid_BL.astype(jnp.int32))
+    has_weights = batch.weight_BL is not None
+    count_BS = jnp.zeros((rows, length * context + 1), jnp.float32 if has_weights else jnp.int32)
+    amount_BL = batch.weight_BL if has_weights else valid_BL.astype(jnp.int32)
+    count_BS = count_BS.at[row_B1, batch.segment_BL].add(amount_BL)
     if context > 1:
         # A sample may lie on several devices.
         count_BS = jax.lax.psum(count_BS, "context")
-    count_BL = jnp.maximum(count_BS[row_B1, batch.segment_BL], 1)
+    count_BL = count_BS[row_B1, batch.segment_BL]
+    # Only targets have a weight: where there is none, any divisor will do.
+    count_BL = jnp.where(valid_BL, count_BL, 1.0) if has_weights else jnp.maximum(count_BL, 1)
     num_samples = _sum_rows(layout, count_BS > 0)
+    if has_weights:
+        return jnp.where(valid_BL, amount_BL / count_BL, 0.0), num_samples
     return jnp.where(valid_BL, 1.0 / count_BL.astype(jnp.float32), 0.0), num_samples
 
 

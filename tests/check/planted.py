@@ -32,7 +32,7 @@ BUGS = {
     ),
     "masks under packing: no targets are left": PlantedBug(
         "jtrain/data/loss_mask.py",
-        "target[position + max(start, 1) - 1 : position + end - 1] = IGNORE",
+        "target[places] = IGNORE",
         "target[position : position + target_BL.shape[1]] = IGNORE",
         words_of("chats"),
         "targets per batch > 0",
@@ -78,6 +78,13 @@ BUGS = {
         "jtrain/model/adapters/lora.py",
         "(rank, *info.shape[outs]), 0.0),",
         "(rank, *info.shape[outs]), std),",
+        words_of("lora"),
+        "adapter off = base",
+    ),
+    "an adapter that trains the embedding of its base": PlantedBug(
+        "jtrain/model/adapters/lora.py",
+        "info if info.path in trained else",
+        "info if info.path in trained or info.path == 'embed_VD' else",
         words_of("lora"),
         "adapter off = base",
     ),

@@ -57,12 +57,16 @@ def documents() -> list[tuple[np.ndarray, int]]:
     ]
 
 
-def pack(rows: int, *, packed: bool) -> Batch:
-    """One document a row, or as many as fit, from the longest on."""
+WEIGHTS = (0.25, 1.0, 3.0)
+"""Weights of the targets of a document, by its length."""
+
+
+def pack(rows: int, *, packed: bool, weighted: bool = False) -> Batch:
+    """One document a row, or as many as fit, from the longest on; the targets of some weigh more than others."""
     shape, placed = (rows, COLS), [0] * rows
     token, target, position, segment = (np.zeros(shape, np.int32) for _ in range(4))
     target[:] = IGNORE
-    numbers = [0] * rows
+    numbers, weight = [0] * rows, np.zeros(shape, np.float32)
     order = sorted(documents(), key=lambda document: -len(document[0])) if packed else documents()
     for number, (ids, prompt) in enumerate(order):
         row = next(r for r in range(rows) if placed[r] + len(ids) <= COLS) if packed else number
@@ -71,14 +75,18 @@ def pack(rows: int, *, packed: bool) -> Batch:
         token[row, first:last], position[row, first:last] = ids, np.arange(len(ids))
         segment[row, first:last] = numbers[row]
         target[row, first + prompt - 1 : last - 1] = ids[prompt:]
+        # The second half of an answer is another message.
+        middle = (first + prompt - 1 + last) // 2
+        weight[row, first + prompt - 1 : middle] = WEIGHTS[len(ids) % 3]
+        weight[row, middle : last - 1] = WEIGHTS[(len(ids) + 1) % 3]
         placed[row] = last
     assert (max(numbers) > 1) == packed
-    return Batch(token, target, position, segment)
+    return Batch(token, target, position, segment, weight if weighted else None)
 
 
 @functools.cache
 def first_step(
-    layout: str, mean: Any = "tokens", *, experts: bool = False
+    layout: str, mean: Any = "tokens", *, experts: bool = False, weighted: bool = False
 ) -> tuple[float, int, dict[str, np.ndarray]]:
     """Loss, targets and gradient (times 1 - b1) of the first step; `alone` has one document a row."""
     axes, fields = LAYOUTS.get(layout, ({}, {}))
@@ -87,7 +95,8 @@ def first_step(
     lay = layout_from(dict(compute_dtype="float32", **fields), spec, infos)
     optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, infos))
     step = make_train_step(model, optimizer, lay, mesh, objective=ObjectiveSpec(mean))
-    batch = pack(16, packed=False) if layout == "alone" else pack(12, packed=True)
+    alone = layout == "alone"
+    batch = pack(16 if alone else 12, packed=not alone, weighted=weighted)
     columns = context_order(COLS, spec.context, lay.context_order)
     batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), batch)
     state, metrics = step(init_state(lay, optimizer, mesh, seed=0), batch)
@@ -99,9 +108,9 @@ def first_step(
     return float(metrics["loss_nats"]), int(metrics["tokens"]), gradient
 
 
-def assert_same_step(layout: str, mean: str, *, experts: bool = False) -> None:
-    loss, tokens, gradient = first_step(layout, mean, experts=experts)
-    want_loss, want_tokens, want = first_step("alone", mean, experts=experts)
+def assert_same_step(layout: str, mean: str, **options: bool) -> None:
+    loss, tokens, gradient = first_step(layout, mean, **options)
+    want_loss, want_tokens, want = first_step("alone", mean, **options)
     assert tokens == want_tokens
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     total = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in want.values()))
@@ -122,8 +131,39 @@ def test_packed_answers_have_the_loss_and_gradients_of_answers_one_by_one(layout
     assert abs(first_step("alone", "tokens")[0] - first_step("alone", "per_sample")[0]) > 1e-3
 
 
+@pytest.mark.parametrize("mean", ("tokens", "per_sample"))
+@pytest.mark.parametrize(
+    "layout",
+    [layout if layout == "all" else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
+)
+def test_weights_of_messages_are_the_same_loss_on_every_layout(layout: str, mean: str) -> None:
+    """In float32 to 1e-6, as without weights."""
+    assert_same_step(layout, mean, weighted=True)
+
+
+@pytest.mark.parametrize("mean", ("tokens", "per_sample"))
+def test_a_weight_is_a_factor_of_its_targets_and_of_what_they_are_divided_by(mean: str) -> None:
+    """Against the nats of each document alone, by hand."""
+    nats, weights = nats_by_hand(pack(16, packed=False, weighted=True))
+    if mean == "tokens":
+        want = sum(w @ n for w, n in zip(weights, nats, strict=True)) / sum(map(np.sum, weights))
+    else:
+        want = np.mean([w @ n / w.sum() for w, n in zip(weights, nats, strict=True)])
+    loss = first_step("alone", mean, weighted=True)[0]
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert abs(loss - first_step("alone", mean)[0]) > 1e-3
+
+
 def test_the_mean_per_sample_is_that_of_each_answers_mean() -> None:
     """Against the nats of each document alone, by hand."""
+    nats, _ = nats_by_hand(pack(16, packed=False))
+    np.testing.assert_allclose(
+        first_step("alone", "per_sample")[0], np.mean([n.mean() for n in nats]), rtol=1e-6
+    )
+
+
+def nats_by_hand(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Nats and weights of the targets of each document that has some."""
     model = Transformer(**SIZES)
     infos = model.param_infos()
     lay, mesh = (
@@ -132,16 +172,18 @@ def test_the_mean_per_sample_is_that_of_each_answers_mean() -> None:
     )
     optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, infos))
     params = init_state(lay, optimizer, mesh, seed=0).params
-    batch = jax.tree.map(jnp.asarray, pack(16, packed=False))
+    weight_BL = np.ones(batch.target_BL.shape) if batch.weight_BL is None else batch.weight_BL
+    batch = jax.tree.map(jnp.asarray, batch)
     logits_BLV = np.asarray(model.logits(params, batch), np.float64)
     log_p = logits_BLV - np.log(np.exp(logits_BLV).sum(-1, keepdims=True))
-    means = []
+    nats, weights = [], []
     for row, target in enumerate(np.asarray(batch.target_BL)):
         (places,) = np.nonzero(target != IGNORE)
         if len(places):
-            means.append(-log_p[row, places, target[places]].mean())
-    assert len(means) == 15, "one document has no target"
-    np.testing.assert_allclose(first_step("alone", "per_sample")[0], np.mean(means), rtol=1e-6)
+            nats.append(-log_p[row, places, target[places]])
+            weights.append(weight_BL[row, places].astype(np.float64))
+    assert len(nats) == 15, "one document has no target"
+    return nats, weights
 
 
 @pytest.mark.slow

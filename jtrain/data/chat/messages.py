@@ -6,6 +6,12 @@ import json
 import reprlib
 from typing import Any
 
+UNIT = 1_000_000
+"""Weight 1 of a token in the loss: weights are whole numbers of millionths, as arrays of integers hold them."""
+
+MOST_WEIGHT = 1000
+"""Largest weight of a message, which 32 bits hold in millionths."""
+
 ASSISTANT = "assistant"
 """Role whose messages are learned."""
 
@@ -48,6 +54,7 @@ class ChatMessage:
     tool_calls: calls as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
     others: further keys that templates read, such as the name of a tool.
     learned: value of its `weight` or `train`; None if there is neither.
+    weight: weight in the loss, in millionths; `UNIT` if it has none.
     """
 
     role: str
@@ -56,6 +63,7 @@ class ChatMessage:
     tool_calls: tuple[dict[str, Any], ...] = ()
     others: tuple[tuple[str, Any], ...] = ()
     learned: bool | None = None
+    weight: int = UNIT
 
 
 def read_messages(value: Any) -> list[ChatMessage]:
@@ -64,8 +72,8 @@ def read_messages(value: Any) -> list[ChatMessage]:
     Args:
       value: list of `{"role": ..., "content": ...}`, or of ShareGPT's `{"from": ..., "value": ...}`. A
         content is text or a list of parts `{"type": "text", "text": ...}`; an assistant's message may have
-        `reasoning_content` and `tool_calls` beside it. `weight` (0 or 1, of an assistant's message) and
-        `train` (true or false) say if the message is learned.
+        `reasoning_content` and `tool_calls` beside it. `weight` (of an assistant's message) and `train`
+        (true or false) say if the message is learned, and how much it weighs.
 
     Raises:
       ValueError: the value is no such list; the message goes on after the field's name.
@@ -137,7 +145,8 @@ def _message(number: int, message: Any) -> ChatMessage:
             )
         role = _ROLE_OF[role]
     others = tuple((key, message[key]) for key in _PASSED_ON if message.get(key) is not None)
-    return ChatMessage(role, content, reasoning, calls, others, _stated(number, message, role))
+    learned, weight = _stated(number, message, role)
+    return ChatMessage(role, content, reasoning, calls, others, learned, weight)
 
 
 def _calls_of(number: int, message: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -173,18 +182,40 @@ def _calls_of(number: int, message: dict[str, Any]) -> tuple[dict[str, Any], ...
     return tuple(read)
 
 
-def _stated(number: int, message: dict[str, Any], role: str) -> bool | None:
-    """Returns what `weight` and `train` of a message say; raises ValueError for other values."""
+def check_weights(messages: list[ChatMessage]) -> None:
+    """Raises ValueError for a weight between 0 and 1, or above 1, which a source without `message_weights` would
+    not honour.
+    """
+    for number, message in enumerate(messages):
+        if message.weight not in (0, UNIT):
+            raise ValueError(
+                f"holds weight={message.weight / UNIT:g} in message {number} of role {message.role!r}; a weight is 0 "
+                "or 1 unless the source says message_weights=True. Set it, or write train=true or false instead"
+            )
+
+
+def _stated(number: int, message: dict[str, Any], role: str) -> tuple[bool | None, int]:
+    """Returns what `weight` and `train` of a message say, and its weight in millionths; raises ValueError for other
+    values.
+    """
     weight, train = message.get("weight"), message.get("train")
-    if weight is not None and (role != ASSISTANT or isinstance(weight, bool) or weight not in (0, 1)):
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and (role != ASSISTANT or not is_number or not 0 <= weight <= MOST_WEIGHT):
         raise ValueError(
             f"holds weight={reprlib.repr(weight)} in message {number} of role {reprlib.repr(role)}; a weight "
-            f"is 0 or 1, and of messages of role {ASSISTANT!r}. Write train=true or false instead"
+            f"is a number from 0 to {MOST_WEIGHT}, and of messages of role {ASSISTANT!r}. Write train=true or false "
+            "instead"
+        )
+    millionths = UNIT if weight is None else round(weight * UNIT)
+    if weight and not millionths:
+        raise ValueError(
+            f"holds weight={weight!r} in message {number}, which is less than a millionth. Write 0 to leave the "
+            "message out"
         )
     if train is not None and not isinstance(train, bool):
         raise ValueError(f"holds train={reprlib.repr(train)} in message {number}; it is true or false")
     stated = [value for value in (weight and bool(weight), train) if value is not None]
-    return all(stated) if stated else None
+    return (all(stated) if stated else None), millionths
 
 
 def _text_at(message: dict[str, Any], number: int, key: str) -> str:

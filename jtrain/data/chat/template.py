@@ -156,18 +156,21 @@ class ChatRule:
     train_on: `all` assistant's turns, or the `last` one.
     on_rewritten_turn: `refuse` a chat of which an earlier turn reads otherwise than it did when it was
       sampled, or `split` it into one record a turn.
+    message_weights: True if the weights of messages are other numbers than 0 and 1.
     """
 
     template: ChatTemplate = ChatTemplate()
     tools_field: str | None = None
     train_on: Literal["all", "last"] = "all"
     on_rewritten_turn: Literal["refuse", "split"] = "refuse"
+    message_weights: bool = False
 
     def __str__(self) -> str:
         """Text that changes whenever a chat could read otherwise; empty for the default."""
-        shown = {"template": self.template.identity, "tools": self.tools_field}
+        shown: dict[str, Any] = {"template": self.template.identity, "tools": self.tools_field}
         shown["train_on"] = "" if self.train_on == "all" else self.train_on
         shown["on_rewritten_turn"] = "" if self.on_rewritten_turn == "refuse" else self.on_rewritten_turn
+        shown["message_weights"] = self.message_weights
         return "".join(f", {name}={value}" for name, value in shown.items() if value)
 
 

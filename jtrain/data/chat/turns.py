@@ -15,13 +15,24 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jtrain.data.chat.messages import ASSISTANT, ChatMessage, read_messages, read_tools, roles_of
+from jtrain.data.chat.messages import (
+    ASSISTANT,
+    UNIT,
+    ChatMessage,
+    check_weights,
+    read_messages,
+    read_tools,
+    roles_of,
+)
 from jtrain.data.chat.template import ChatRule, ChatTemplate
 
 _THINK = re.compile(r"</?think(?:ing)?>")
 """Marks of reasoning within a content, which templates move or write otherwise."""
 
 _EXCERPT = 40
+
+_IN_QUOTES = str.maketrans({"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r"})
+"""Spelling of characters in single quotes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +42,14 @@ class RenderedChat:
     learned: spans of the text that are learned, in characters.
     ends: True if the last turn has no stop token in the text, so that the end of the document is one.
     blocks: spans of the template's own blocks `{% generation %}`.
+    weights: weight of each learned span, in millionths.
     """
 
     text: str
     learned: tuple[tuple[int, int], ...]
     ends: bool
     blocks: tuple[tuple[int, int], ...] = ()
+    weights: tuple[int, ...] = ()
 
 
 class _Turn(NamedTuple):
@@ -71,6 +84,8 @@ def render_chat(
     """
     messages, schemas = read_messages(value), read_tools(tools)
     template = rule.template
+    if not rule.message_weights:
+        check_weights(messages)
     borders, learned = _choose_turns(messages, rule, mask_prompt=mask_prompt, num_prompt=num_prompt)
     _check_messages(messages, template)
     if template.is_built_in:
@@ -80,7 +95,7 @@ def render_chat(
         text, blocks = template.render(messages, schemas)
         turns = _sampled_turns(template, messages, schemas, borders, text)
     text.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
-    spans, end, checked, ends = [], 0, 0, True
+    spans, weights, end, checked, ends = list[tuple[int, int]](), list[int](), 0, 0, True
     for turn in turns:
         _check_contents(template, messages, schemas, turn, text, first=checked)
         if turn.rewritten:
@@ -94,11 +109,15 @@ def render_chat(
             )
         if not mask_prompt and end < turn.start:
             spans.append((end, turn.start))
+            weights.append(UNIT)
         end, checked, ends = turn.end, turn.number + 1, turn.ends
-        spans += [(turn.start, end)] if turn.number in learned else []
+        if turn.number in learned:
+            spans.append((turn.start, end))
+            weights.append(messages[turn.number].weight)
     if not mask_prompt and end < len(text):
         spans.append((end, len(text)))
-    return [RenderedChat(text, tuple(spans), ends, blocks)]
+        weights.append(UNIT)
+    return [RenderedChat(text, tuple(spans), ends, blocks, tuple(weights))]
 
 
 _PROBE = [
@@ -246,7 +265,8 @@ def _split(
         start, sampled, ends = _sample(template, messages, tools, number, text)
         turn = _Turn(number, start, len(sampled), ends, sampled)
         _check_contents(template, messages, tools, turn, text, first=number)
-        chats.append(RenderedChat(sampled, ((start, len(sampled)),), ends))
+        weights = (messages[number].weight,)
+        chats.append(RenderedChat(sampled, ((start, len(sampled)),), ends, weights=weights))
     return chats
 
 
@@ -353,10 +373,11 @@ def _pieces(string: str) -> list[str]:
 
 
 def _is_in(piece: str, text: str) -> bool:
-    """True if a text has the piece, as it is or as JSON spells it."""
-    return piece in text or any(
-        json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)
-    )
+    """True if a text has the piece, as it is, or as JSON or a string of Python spells it."""
+    spellings = [piece, *(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))]
+    # LFM2 writes calls as Python's, 'don\\'t'.
+    spellings.append(piece.translate(_IN_QUOTES))
+    return any(spelling in text for spelling in spellings)
 
 
 def _difference(text: str, other: str) -> tuple[str, str]:

@@ -154,7 +154,7 @@ class ChunkBuffer:
             )
         return Spans(self._ids, self._memory, run, first + pieces.start)
 
-    def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
+    def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 3"]]:
         """Returns the runs of each piece that are not learned, counted from its first token; all must have
         arrived.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 
 from jtrain.data.native.library import address, core
 from jtrain.data.planner.pieces import Pieces
@@ -16,6 +16,12 @@ from jtrain.layout.constants import IGNORE
 
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 """Arrays of a batch, in their order in a slot of shared memory."""
+
+WEIGHTS = "weight_BL"
+"""Array behind these of a batch whose targets have weights, float32."""
+
+type BatchArrays = dict[str, Shaped[np.ndarray, "rows L"]]
+"""Arrays of a batch by name: int32, but for the weights."""
 
 BLOCK_TOKENS = 1 << 15
 """Tokens filled at a time, so that intermediate arrays stay in the CPU cache."""
@@ -36,6 +42,14 @@ class Rows:
     def empty(rows: int, seq_len: int) -> "Rows":
         """Returns uninitialised arrays of shape [rows, seq_len]."""
         return Rows(*(np.empty((rows, seq_len), np.int32) for _ in range(4)))
+
+
+def name_words(words: Int32[np.ndarray, "arrays rows L"]) -> BatchArrays:
+    """Returns the arrays of a batch, by name, that lie in memory one after another: `ARRAYS`, and weights if there
+    are five.
+    """
+    arrays: BatchArrays = dict(zip(ARRAYS, words, strict=False))
+    return arrays if len(words) == len(ARRAYS) else arrays | {WEIGHTS: words[-1].view(np.float32)}
 
 
 class Spans(NamedTuple):

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Int, Int64
 
 from jtrain.data.constructor.batch_state import BatchStats, Built, DataState
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
-from jtrain.data.constructor.collate import Rows, Spans, fill_rows
+from jtrain.data.constructor.collate import ARRAYS, WEIGHTS, BatchArrays, Rows, Spans, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
-from jtrain.data.loss_mask import ignore_targets, number_pairs
+from jtrain.data.loss_mask import number_pairs, weigh_targets
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
 from jtrain.data.sources.source import field_of
@@ -68,6 +68,12 @@ class ConstructorSetup:
     chunk_bytes: tuple[int, ...]
     lookahead_steps: int
     all_runs_bytes: int = ALL_RUNS_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Arrays of a batch, one more where the messages of a source have weights; its rows and columns."""
+        has_weights = any(setup.source.message_weights for setup in self.sources)
+        return len(ARRAYS) + has_weights, len(self.rows), self.planner.seq_len
 
 
 class _PlannedStep(NamedTuple):
@@ -191,7 +197,7 @@ class Constructor:
                 request_ends[request_ends[:, 1] > self._first_unrequested[request_ends[:, 0]]].tolist()
             )
 
-    def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
+    def fill(self, out: BatchArrays) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
         if self.has_ended:
             return None
@@ -204,13 +210,14 @@ class Constructor:
         if self._waiting_since_s is not None:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
-        rows = Rows(**out)
+        weight_BL = out.get(WEIGHTS)
+        rows = Rows(**{name: out[name] for name in ARRAYS})
         fill_rows(rows, planned_step.pieces, self._spans)
-        if self._masked:
-            ignored = self._ignored(planned_step.pieces)
-            ignore_targets(rows.target_BL, planned_step.pieces, ignored)
+        if self._masked or weight_BL is not None:
+            runs = self._ignored(planned_step.pieces)
+            weigh_targets(rows.target_BL, planned_step.pieces, runs, weight_BL)
             if self._is_paired:
-                number_pairs(rows.position_BL, rows.segment_BL, planned_step.pieces, ignored)
+                number_pairs(rows.position_BL, rows.segment_BL, planned_step.pieces, runs)
         # Last: targets and ignored runs are computed on neighbouring tokens of the unpermuted row.
         if (order := self._setup.column_order) is not None:
             for array in out.values():
@@ -295,7 +302,7 @@ class Constructor:
     def _spans(self, pieces: Pieces) -> Spans:
         return self._buffer.spans(pieces)
 
-    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 3"]]:
         return self._buffer.ignored(pieces)
 
     def _add_run(self, run: ChunkRun) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import pickle
 import socket
 import threading
@@ -11,12 +12,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from jtrain.data.autoscaler.placement import Placement
 from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.batch_state import DataState
-from jtrain.data.constructor.collate import ARRAYS
+from jtrain.data.constructor.collate import BatchArrays, name_words
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool
@@ -50,18 +50,18 @@ class ProcessSetup:
 class Slots:
     """Ring of batches in shared memory, filled by the constructor and read by the trainer."""
 
-    def __init__(self, slab: SharedMemory, *, slots: int, rows: int, seq_len: int) -> None:
-        words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(rows, seq_len)), np.int32)
-        self._words = words.reshape(slots, len(ARRAYS), rows, seq_len)
+    def __init__(self, slab: SharedMemory, *, slots: int, shape: tuple[int, int, int]) -> None:
+        words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(shape)), np.int32)
+        self._words = words.reshape(slots, *shape)
 
-    def arrays(self, slot: int) -> dict[str, Int[np.ndarray, "rows L"]]:
+    def arrays(self, slot: int) -> BatchArrays:
         """Returns the arrays of one slot by name."""
-        return dict(zip(ARRAYS, self._words[slot], strict=True))
+        return name_words(self._words[slot])
 
 
-def slot_bytes(rows: int, seq_len: int) -> int:
-    """Returns the bytes of one batch."""
-    return len(ARRAYS) * rows * seq_len * 4
+def slot_bytes(shape: tuple[int, int, int]) -> int:
+    """Returns the bytes of one batch of as many arrays, rows and columns."""
+    return 4 * math.prod(shape)
 
 
 def serve(connection: Connection, descriptors: list[int]) -> None:
@@ -74,9 +74,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     setup: ProcessSetup = connection.recv()
     work = setup.constructor
     door = ForkserverClient(socket.socket(fileno=descriptors[0]))
-    slots = Slots(
-        SharedMemory(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len
-    )
+    slots = Slots(SharedMemory(descriptors[1]), slots=setup.slots, shape=work.shape)
     free = collections.deque(range(setup.slots))
 
     # Two threads send: this one, and the lease's with `alive`.

@@ -51,7 +51,7 @@ class FetchedRows(Constructor):
     def _spans(self, pieces: Pieces) -> Spans:
         return spans_of(self._ids)(pieces)
 
-    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 3"]]:
         ignored_runs = []
         for source, document, start, end in iterate_pieces(pieces):
             arrival = self._buffer.find(source, document)

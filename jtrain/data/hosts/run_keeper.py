@@ -200,7 +200,10 @@ class RunKeeper:
         # Ignored runs count from their document's first id: shifted to the joined ids.
         first = np.cumsum([0, *map(len, ids)])[:-1].tolist()
         runs = np.concatenate(
-            [document_runs + start for document_runs, start in zip(ignored, first, strict=True)]
+            [
+                document_runs + np.asarray([start, start, 0])
+                for document_runs, start in zip(ignored, first, strict=True)
+            ]
         ).astype(np.int32)
         self._answer(reread.host, ("ids", reread.request, np.concatenate(lengths), np.concatenate(ids), runs))
         for run in reread.runs:

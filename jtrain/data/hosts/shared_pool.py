@@ -50,7 +50,7 @@ class RunPayload:
         indexes: Sequence[int],
         lengths: Int[np.ndarray, " n"],
         ids: np.ndarray,
-        ignored: Int[np.ndarray, "runs 2"],
+        ignored: Int[np.ndarray, "runs 3"],
     ) -> None:
         """Stores the ids of the documents at `indexes` of the run, and their runs that are not learned."""
         ends = np.cumsum(lengths)
@@ -264,7 +264,7 @@ class SharedPool:
         request: int,
         lengths: Int[np.ndarray, " n"],
         ids: np.ndarray,
-        ignored: Int[np.ndarray, "runs 2"],
+        ignored: Int[np.ndarray, "runs 3"],
     ) -> None:
         # A second answer after a repeated request.
         if (fetch := self._fetches.pop(request, None)) is None:

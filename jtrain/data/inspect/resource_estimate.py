@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.process import slot_bytes
 from jtrain.data.dataset import SLOTS, TextDataset
 from jtrain.data.loaders.process_pool import IN_FLIGHT
@@ -79,7 +80,7 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     lookahead_bytes = (
         spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(document_bytes) * 16
     )
-    slots_bytes = SLOTS * slot_bytes(rows, spec.seq_len)
+    slots_bytes = SLOTS * slot_bytes((len(ARRAYS) + spec.has_weights, rows, spec.seq_len))
     # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared
     # source).
     loader_descriptors = 8 + 2 * len(sources)

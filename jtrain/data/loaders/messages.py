@@ -73,7 +73,7 @@ class ChunkRun:
     skipped: dict[int, str]
     read_s: float
     loader: str
-    ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
+    ignored: Int32[np.ndarray, "runs 3"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     payload: Any = None
     """Handle of the memory of the ids, by which the pool frees it."""
     anchor: WindowAnchor | None = None
@@ -102,7 +102,7 @@ class RunHead:
     ids_bytes: int
     ids_dtype: str
     skipped: tuple[tuple[int, str], ...]
-    ignored: Int32[np.ndarray, "runs 2"]
+    ignored: Int32[np.ndarray, "runs 3"]
     anchor: WindowAnchor | None
     read_s: float
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from jtrain.data.constructor.batch_state import BatchStats, DataState
-from jtrain.data.constructor.collate import ARRAYS
+from jtrain.data.constructor.collate import BatchArrays, name_words
 from jtrain.data.constructor.constructor import INLINE_RUNS_BYTES, Constructor, ConstructorSetup
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
 from jtrain.data.loaders.forkserver import Child, Forkserver
@@ -40,7 +39,7 @@ class Delivered:
     plan: None unless everything runs in this process.
     """
 
-    arrays: dict[str, Int[np.ndarray, "rows L"]]
+    arrays: BatchArrays
     state: DataState
     stats: BatchStats
     plan: LoadingPlan | None = None
@@ -70,11 +69,11 @@ class InlinePlane(Plane):
         self._pool = InlinePool(setup.sources)
         setup = dataclasses.replace(setup, sources=self._pool.setups, all_runs_bytes=INLINE_RUNS_BYTES)
         self._constructor = Constructor(setup, self._pool, state)
-        self._shape = (len(setup.rows), setup.planner.seq_len)
+        self._shape = setup.shape
 
     def take(self) -> Delivered:
         # New arrays per batch: the caller keeps them, and may put them on devices later.
-        arrays = {name: np.empty(self._shape, np.int32) for name in ARRAYS}
+        arrays = name_words(np.empty(self._shape, np.int32))
         while True:
             self._constructor.advance()
             if (built := self._constructor.fill(arrays)) is not None:
@@ -206,14 +205,14 @@ class ProcessPlane(Plane):
     def _start(self) -> None:
         """Starts a constructor that continues after the last batch taken."""
         setup = dataclasses.replace(self._setup, state=self._state)
-        shape = {"rows": len(setup.constructor.rows), "seq_len": setup.constructor.planner.seq_len}
+        shape = setup.constructor.shape
         # The forkserver may have died with its constructor: the second attempt starts a new one.
         for attempt in (1, 2):
             if self._forkserver is None:
                 self._forkserver = Forkserver(preload=self._preload)
             # A new slab per constructor: a dying one may still write to the old slab.
-            self._slab = SharedMemory.create(setup.slots * slot_bytes(**shape))
-            self._slots = Slots(self._slab, slots=setup.slots, **shape)
+            self._slab = SharedMemory.create(setup.slots * slot_bytes(shape))
+            self._slots = Slots(self._slab, slots=setup.slots, shape=shape)
             try:
                 with self._forkserver.client.socket_for_child() as door:
                     listening = () if self._listening is None else (self._listening.fileno(),)

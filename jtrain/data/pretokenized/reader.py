@@ -263,7 +263,7 @@ class PreparedIndex:
 
     def ignored(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
-    ) -> Int32[np.ndarray, "runs 2"]:
+    ) -> Int32[np.ndarray, "runs 3"]:
         """Returns the runs of the ids of `read_spans` that are not learned; none without a loss mask."""
         if not self.has_mask:
             return NO_RUNS

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from jtrain.data.loss_mask import encode_parts, split_chunk
+from jtrain.data.loss_mask import encode_parts, split_chunk, unlearned
 from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
@@ -147,7 +147,7 @@ def write_shard(
                     parts = [split_chunk(whole_document(tokenizer, text), 0, text) for text in texts]
                     (counts, ids), runs = encode_parts(tokenizer, parts)
                     # Runs count from the start of the batch, `tokens` is where it starts in the shard.
-                    ignored.extend((runs.astype(np.int64) + tokens).ravel().tolist())
+                    ignored.extend((unlearned(runs).astype(np.int64) + tokens).ravel().tolist())
                 content = ids.astype(tokenizer.id_dtype, copy=False).data
                 file.write(content)
                 ids_hash.update(content)

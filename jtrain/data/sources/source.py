@@ -24,6 +24,7 @@ _OF_CHATS = (
     "stop_tokens",
     "train_on",
     "on_rewritten_turn",
+    "message_weights",
 )
 """Settings that need a field of messages."""
 
@@ -97,6 +98,9 @@ class Source:
     on_rewritten_turn: rule for chats of which an earlier turn reads otherwise than when it was sampled, as
       with a template that drops earlier reasoning: they are bad records (`refuse`), or one record a turn
       (`split`), each with what the model has read before it.
+    message_weights: True if the `weight` of a message is any number up to 1,000, by which the loss of its tokens
+      is multiplied; the mean of a step is then that of weighted tokens (docs/data.md). Without it weights are 0
+      and 1.
     on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`,
       or of an adopted index with labels of -100) that are longer than a row. The other samples are in one row
       each, unless `data.packing` is `concat`.
@@ -125,6 +129,7 @@ class Source:
     stop_tokens: tuple[str, ...] = ()
     train_on: Literal["all", "last"] = "all"
     on_rewritten_turn: Literal["refuse", "split"] = "refuse"
+    message_weights: bool = False
     on_too_long: Literal["split_turns", "drop", "refuse"] = "split_turns"
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
@@ -231,6 +236,11 @@ class Source:
                 f"{field}.tools_field={self.tools_field!r} is for chats of one field. Set "
                 f"{field}.messages_field."
             )
+        if self.message_weights and self.rejected_field is not None:
+            raise UserError(
+                f"{field}: rejected_field={self.rejected_field!r} has pairs, whose loss has no weights, but "
+                "message_weights=True. Remove one of the two."
+            )
         for setting in choices:
             if not self.mask_prompt and setting in given:
                 raise UserError(
@@ -275,7 +285,9 @@ class Source:
             options=self.template_options,
             field=field_of(name),
         )
-        rule = ChatRule(template, self.tools_field, self.train_on, self.on_rewritten_turn)
+        rule = ChatRule(
+            template, self.tools_field, self.train_on, self.on_rewritten_turn, self.message_weights
+        )
         return dataclasses.replace(mask, rule=rule)
 
 

@@ -39,7 +39,7 @@ class Read:
     lengths: Int[np.ndarray, " n"]
     ids: Integer[np.ndarray, " tokens"]
     skipped: tuple[tuple[int, str], ...] = ()
-    ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
+    ignored: Int32[np.ndarray, "runs 3"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
     starts: Int64[np.ndarray, " n"] | None = None

@@ -15,6 +15,7 @@ from jtrain.data.loss_mask import (
     pieces_of_sample,
     runs_within,
     split_chunk,
+    unlearned,
 )
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
@@ -39,7 +40,7 @@ class _Sample(NamedTuple):
     """
 
     ids: Integer[np.ndarray, " tokens"]
-    ignored: Int[np.ndarray, "runs 2"]
+    ignored: Int[np.ndarray, "runs 3"]
     pieces: list[tuple[int, int]]
     reason: str = ""
 
@@ -55,7 +56,7 @@ type ReadSamples = tuple[
     Int[np.ndarray, " n"],
     Integer[np.ndarray, " tokens"],
     tuple[tuple[int, str], ...],
-    Int32[np.ndarray, "runs 2"],
+    Int32[np.ndarray, "runs 3"],
 ]
 """Lengths, ids, reasons by index, and runs that are not learned; see `Read`."""
 
@@ -175,7 +176,7 @@ class SampleReader:
             yield text
 
     def _cut_sample(
-        self, record: int, length: int, runs: Int[np.ndarray, "runs 2"], num: int
+        self, record: int, length: int, runs: Int[np.ndarray, "runs 3"], num: int
     ) -> tuple[list[tuple[int, int]], str]:
         """Returns the pieces of a sample, slot by slot, and what is left out of it, if anything is.
 
@@ -204,7 +205,7 @@ class SampleReader:
                 f"{field}: {too_long}. Raise data.seq_len, shorten it, or set {field}.on_too_long to "
                 "'split_turns' or 'drop'."
             )
-        pieces = pieces_of_sample(length, runs, self._row_tokens) if rule == "split_turns" else []
+        pieces = pieces_of_sample(length, unlearned(runs), self._row_tokens) if rule == "split_turns" else []
         # Where the text has more tokens per byte than was estimated, the slots may be too few.
         pieces = pieces[: self._num_slots(record, length, num)]
         left_out = _num_learned(runs, 0, length) - sum(_num_learned(runs, *piece) for piece in pieces)
@@ -235,7 +236,9 @@ def _join(chunks: Chunks, samples: dict[int, _Sample], no_ids: Integer[np.ndarra
         start, end = _piece_of(sample, first // num)
         ids.append(sample.ids[start:end])
         # Counted from the first token of the result, in which pieces follow one another.
-        ignored.append((runs_within(sample.ignored, start, end) + total).astype(np.int32))
+        ignored.append(
+            (runs_within(sample.ignored, start, end) + np.asarray([total, total, 0])).astype(np.int32)
+        )
         lengths[i] = end - start
         total += end - start
     return lengths, np.concatenate(ids), tuple(reasons), np.concatenate(ignored)
@@ -245,5 +248,5 @@ def _piece_of(sample: _Sample, slot: int) -> tuple[int, int]:
     return sample.pieces[slot] if slot < len(sample.pieces) else (0, 0)
 
 
-def _num_learned(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> int:
-    return end - start - int(np.diff(runs_within(runs, start, end)).sum())
+def _num_learned(runs: Int[np.ndarray, "runs 3"], start: int, end: int) -> int:
+    return end - start - int(np.diff(unlearned(runs_within(runs, start, end))).sum())

@@ -18,7 +18,7 @@ from tests.data.whole_samples import count_without_prompt, samples, spec
 
 IDS = [[5, 6, 7, 8, END], [9, END], [], [10, 11, 12, END]]
 LABELS = [[-100, -100, 7, 8, END], [9, END], [], [-100, 11, -100, END]]
-RUNS = [[0, 2], [7, 8], [9, 10]]
+RUNS = [[0, 2, 0], [7, 8, 0], [9, 10, 0]]
 """Of the tokens of all documents, one after another."""
 
 

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from jtrain.data.chat.messages import is_chat
+from jtrain.data.chat.messages import UNIT, is_chat
 from jtrain.data.chat.pairs import num_prompt_of
 from jtrain.data.chat.template import ChatRule
 from jtrain.data.chat.turns import RenderedChat, render_chat
@@ -25,6 +25,7 @@ class MaskedText(str):
 
     learned: spans (start, end) in characters, ascending and apart. The end of the document is learned if the
       last span reaches the end of the text.
+    weights: weight of each span, in millionths; empty if all of them weigh 1.
     of_template: True for the text of a chat template, which writes special tokens: they are tokens of the
       tokenizer, and the document has no other begin.
     ends: True if the end id of the document belongs to the text.
@@ -33,6 +34,7 @@ class MaskedText(str):
     """
 
     learned: tuple[tuple[int, int], ...]
+    weights: tuple[int, ...] = ()
     of_template: bool = False
     ends: bool = True
     turns: tuple["MaskedText", ...] = ()
@@ -44,12 +46,18 @@ class MaskedText(str):
         new.learned = learned
         return new
 
+    @property
+    def weight_of_spans(self) -> tuple[int, ...]:
+        """Weight of each span in millionths."""
+        return self.weights or (UNIT,) * len(self.learned)
+
     @classmethod
     def of_chat(cls, rendered: list[RenderedChat], rule: ChatRule) -> "MaskedText":
         """Returns the text of a chat; of one that is split, the first turn with all of them in `turns`."""
         texts = []
         for chat in rendered:
             texts.append(cls(chat.text, chat.learned))
+            texts[-1].weights = chat.weights
             texts[-1].of_template, texts[-1].ends = not rule.template.is_built_in, chat.ends
         # The first turn stands for the record where only one text is asked for.
         if len(texts) > 1:
@@ -152,6 +160,11 @@ class MaskFields:
             kinds = ["a list of messages" if is_chat(v) else type(v).__name__ for v in (value, text)]
             raise ValueError(
                 f"is {kinds[0]}, and the text {kinds[1]}: both are text, or both are lists of messages"
+            )
+        if self.rule.message_weights:
+            raise ValueError(
+                "is text, and message_weights weighs messages. Write prompt and completion as lists of messages, or "
+                "set message_weights=False"
             )
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
         # A learned prompt has a span of its own, so that the text is cut into the same tokens either way.
