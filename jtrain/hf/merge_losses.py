@@ -14,12 +14,12 @@ from jtrain.layout.dims import Batch
 from jtrain.model.forward_placement import single_device
 from jtrain.model.param import Params
 
-ADAPTER = "adapter"
+UNMERGED = "adapter"
 """Name of the loss without a merge that rounds: beside the frozen weights of the run, all in float32."""
 
 
 def merge_losses(checkpoints: Checkpoints, step: int, run: Run, dtype: str) -> dict[str, float]:
-    """Nats per target of one batch, by name: `ADAPTER`, then each `MergeOnto` with its weights rounded to `dtype`.
+    """Nats per target of one batch, by name: `UNMERGED`, then each `MergeOnto` with its weights rounded to `dtype`.
 
     The batch is the first one held out, or of training if none is. Products are in float32, so that losses differ
     by the weights alone. The model is read once for each, onto one device.
@@ -31,7 +31,7 @@ def merge_losses(checkpoints: Checkpoints, step: int, run: Run, dtype: str) -> d
 
     row_nats = jax.jit(nats)
     cases: dict[str, tuple[MergeOnto, str]] = {
-        ADAPTER: ("trained", "float32"),
+        UNMERGED: ("trained", "float32"),
         "trained": ("trained", dtype),
         "base": ("base", dtype),
     }

@@ -30,7 +30,7 @@ from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_l
 from jtrain.hf.imported_files import FOLDER as IMPORTED
 from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.mapping import checked_parts
-from jtrain.hf.merge_losses import ADAPTER, merge_losses
+from jtrain.hf.merge_losses import UNMERGED, merge_losses
 from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
 from jtrain.hf.model_files import GENERATION, open_tensors, read_config, read_json
 from jtrain.hf.peft_folders import write_adapter
@@ -126,7 +126,7 @@ def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto, losses: dict[str, f
     print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
     for name, loss in losses.items():
         print(
-            f"  loss {'of the adapter' if name == ADAPTER else f'merged onto {name}'}: {loss:.6g} nats per target"
+            f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per target"
         )
     record = {"onto": onto, "base_dtype": adapter.base_dtype, "base": adapter.base, "scale": adapter.scale}
     record |= {"losses_nats": losses} if losses else {}

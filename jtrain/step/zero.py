@@ -67,7 +67,8 @@ def placement_of(layout: Layout) -> Placement:
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
-            return _fetch(layout, layouts[path], tree)
+            in_blocks = isinstance(tree, Detached) and is_quantized(tree.value)
+            return (_fetch_blocks if in_blocks else _fetch)(layout, layouts[path], tree)
 
     return Placement(
         fetch=fetch,
@@ -78,8 +79,7 @@ def placement_of(layout: Layout) -> Placement:
         expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
-        # Numbers of blocks are made again, too: all layers' would be the model in the compute dtype.
-        regather=layout.gathers_weights or layout.has_blocks,
+        regather=layout.gathers_weights or layout.has_blocks,  # numbers of blocks are made again, too
         streams=any(p.param_memory == "pinned_host" for p in layout.params),
         offload=offloaded_names(layout),
         lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
@@ -204,11 +204,11 @@ def gather_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     def leaf(p: ParamLayout, value: Any) -> Any:
         if layout.spec.zero_stage < 3 or not _splits_data(layout, p):
             return value
-        assert p.zero_dim is not None
+        dim = p.zero_dim
+        assert dim is not None
+        value = value if is_quantized(value) else value.astype(layout.precision.compute_dtype)
         with jax.named_scope(p.info.path.replace(".", "/")):
-            if is_quantized(value):
-                return _gather_blocks(layout, value, p.zero_dim)
-            return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.zero_dim)
+            return jax.tree.map(lambda part: gather_shards(layout, part, dim), value)
 
     full_params = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
     return dataclasses.replace(layout, spec=spec), full_params
@@ -233,8 +233,6 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     spec = layout.spec
     if not p.info.is_matrix:
         return _attach(leaf)  # scales multiply in float32
-    if (blocks := _blocks_of(leaf)) is not None:
-        return _fetch_blocks(layout, p, blocks)
     # A frozen weight has no gradient to scatter: under stage 2 it is whole, as under stage 1.
     if not _splits_data(layout, p) or spec.zero_stage < 2 or (p.info.frozen and spec.zero_stage == 2):
         return _attach(leaf).astype(layout.precision.compute_dtype)
@@ -245,22 +243,13 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     return _gather(layout, _attach(leaf), dim)
 
 
-def _blocks_of(leaf: Any) -> BlockQuantized | None:
-    return leaf.value if isinstance(leaf, Detached) and is_quantized(leaf.value) else None
-
-
-def _fetch_blocks(layout: Layout, p: ParamLayout, blocks: BlockQuantized) -> Array:
+def _fetch_blocks(layout: Layout, p: ParamLayout, leaf: Detached) -> Array:
     """One layer's numbers of a frozen matrix in blocks; codes and scales are gathered, a quarter of the bytes."""
-    blocks = jax.lax.stop_gradient(blocks)
-    if layout.spec.zero_stage == 3 and _splits_data(layout, p):
-        assert p.zero_dim is not None
-        blocks = _gather_blocks(layout, blocks, p.zero_dim - p.info.dims.startswith("Y"))
+    blocks: BlockQuantized = jax.lax.stop_gradient(leaf.value)
+    if layout.spec.zero_stage == 3 and _splits_data(layout, p) and p.zero_dim is not None:
+        dim = p.zero_dim - p.info.dims.startswith("Y")
+        blocks = jax.tree.map(lambda part: gather_shards(layout, part, dim), blocks)
     return dequantize(blocks, layout.precision.compute_dtype)
-
-
-def _gather_blocks(layout: Layout, blocks: BlockQuantized, dim: int) -> BlockQuantized:
-    """A matrix in blocks from its shards, which hold whole blocks."""
-    return jax.tree.map(lambda part: gather_shards(layout, part, dim), blocks)
 
 
 def _attach(leaf: Array | Detached) -> Array:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jtrain.errors import UserError, did_you_mean, first_few
 from jtrain.layout.dims import ADAPTER, ParamInfo
-from jtrain.layout.precision import CODES_PER_BYTE
+from jtrain.layout.precision import BLOCK, CODES_PER_BYTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,11 @@ class Adaptation:
         # Where matrices are in blocks, the others are in bfloat16.
         dtypes = [info.dtype for info in infos if info.frozen]
         return cls(rank, own, whole, next((dtype for dtype in dtypes if dtype in CODES_PER_BYTE), dtypes[0]))
+
+    @property
+    def block(self) -> int:
+        """Numbers of a block of frozen matrices; 1 if they are in no blocks."""
+        return BLOCK if self.base_dtype in CODES_PER_BYTE else 1
 
     def infos(self, infos: Sequence[ParamInfo]) -> tuple[ParamInfo, ...]:
         """The parameters of another model with adapters at the same names."""

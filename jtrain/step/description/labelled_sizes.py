@@ -16,7 +16,7 @@ from jtrain.layout.layout import Layout, make_layout
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OffloadSpec
-from jtrain.layout.precision import BLOCK, CODES_PER_BYTE, PrecisionSpec
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.adapters.lora import Adaptation
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.router import MoESpec
@@ -82,11 +82,6 @@ class LayoutClass:
     rings: int
     adapter: Adaptation | None = None
     pattern: PatternSizes | None = None
-
-    @property
-    def block(self) -> int:
-        """Factor of the widths of a trace: frozen matrices in blocks have whole ones on each device."""
-        return BLOCK if self.adapter and self.adapter.base_dtype in CODES_PER_BYTE else 1
 
     @property
     def labels_shared(self) -> bool:
@@ -269,8 +264,9 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     # With shared key heads there are k of them, and `shared` devices for each.
     shared = labels["t"] if layout_class.labels_shared else layout_class.shared
     tensor = layout_class.tensor or (shared * labels["k"] if shared > 1 else labels["t"])
+    block = layout_class.adapter.block if layout_class.adapter else 1
     # D is split over ZeRO's shards; that of shared key heads' kernels over `tensor` as well.
-    width = labels["d"] * data * context * (tensor if layout_class.shared > 1 else 1) * layout_class.block
+    width = labels["d"] * data * context * (tensor if layout_class.shared > 1 else 1) * block
     # Both numbers that decide how many key heads there are belong to the class.
     if layout_class.tensor and layout_class.shared > 1:
         del labels["k"]
@@ -303,8 +299,8 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         d_model=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=2 * labels["h"] * layout_class.block,
-        d_ff=labels["f"] * tensor * layout_class.block,
+        head_dim=2 * labels["h"] * block,
+        d_ff=labels["f"] * tensor * block,
         vocab_size=vocab * tensor * stages,
         moe=moe,
         qk_norm=layout_class.qk_norm,
@@ -341,6 +337,7 @@ def label_values(
 ) -> dict[str, tuple[int, int]]:
     """Letter of `LabelledSizes` -> its number in a layout of the class, as a ratio."""
     mesh, context = layout.mesh, layout_class.context
+    block = layout_class.adapter.block if layout_class.adapter else 1
     if layout_class.pattern is not None:
         groups = layout_class.spec.sequence_groups
         return {"b": Fraction(rows, groups).as_integer_ratio(), "e": (mesh.expert, 1)}
@@ -364,15 +361,13 @@ def label_values(
         "e": mesh.expert,
         "t": tensor // model.num_kv_heads if layout_class.labels_shared else tensor,
         # A ratio, as are others: a size that no axis of this layout splits may not be a whole number here.
-        "d": Fraction(
-            model.d_model, zero_shards * (tensor if layout_class.shared > 1 else 1) * layout_class.block
-        ),
+        "d": Fraction(model.d_model, zero_shards * (tensor if layout_class.shared > 1 else 1) * block),
         "k": model.num_kv_heads if layout_class.shared > 1 else Fraction(model.num_kv_heads, tensor),
         # Query heads of a key head; under Ulysses `context` splits the query heads too.
         "g": Fraction(model.num_heads, in_use * (context if layout_class.kv_heads else 1)),
         # Halved, since rotary embeddings cut a head into halves: `head_dim=2 * labels["h"]` above.
-        "h": Fraction(model.head_dim, 2 * layout_class.block),
-        "f": Fraction(model.d_ff, tensor * layout_class.block),
+        "h": Fraction(model.head_dim, 2 * block),
+        "f": Fraction(model.d_ff, tensor * block),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
         "c": model.moe.top_k if model.moe else 1,
         "v": Fraction(model.vocab_size, shards),
