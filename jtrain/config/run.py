@@ -251,8 +251,8 @@ def check_preferences(run: Run) -> None:
         if is_paired and not isinstance(objective, DPO):
             raise UserError(
                 f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
-                f"objective=DPO(...). Set it (--with dpo), or remove {field}.rejected_field to learn the better "
-                "answers alone."
+                f"objective=DPO(...). Add --with dpo. Without {field}.rejected_field the better answers alone would be "
+                "learned."
             )
         if not is_paired and isinstance(objective, DPO):
             raise UserError(

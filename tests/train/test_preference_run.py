@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jtrain.errors import UserError
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
 
+ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.num_layers=2",
     "model.d_model=32",
@@ -110,3 +113,11 @@ def test_pairs_without_their_loss_are_refused(tmp_path: Path) -> None:
     config = load_config("tiny_sft", [], (f"data.sources={{'pairs': {source}}}",))
     with pytest.raises(UserError, match=r"has preference pairs, whose loss is objective=DPO\(\.\.\.\)"):
         build_run(config)
+
+
+@pytest.mark.slow
+def test_check_says_that_it_does_not_prove_pairs() -> None:
+    command = [sys.executable, "-m", "jtrain.check", "--config=tiny_dpo", "--without-compiler"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "preference pairs, whose two texts no proof tells apart yet" in done.stderr

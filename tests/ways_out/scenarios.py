@@ -68,11 +68,11 @@ _ADAPTERS: dict[str, Words] = {
 _PREFERENCES: dict[str, Words] = {
     "is the model without its adapter, and the run has none": [
         *(*LAUNCH[:4], "--with", "dpo", "--set", "data.path=None", "--set", f"data.sources={OWN_PAIRS}"),
-        "--dry-run",
+        *("--set", "data.seq_len=256", "--dry-run"),
     ],
     " has preference pairs, whose loss is ": [
         *(*LAUNCH[:4], "--with", "lora", "--set", "data.path=None", "--set", f"data.sources={OWN_PAIRS}"),
-        "--dry-run",
+        *("--set", "data.seq_len=256", "--dry-run"),
     ],
     "without its adapter the model would not be what it was": sets("adapter.train=('embed',)", of=PAIRS),
     "pairs are compared by their log-probabilities alone": sets("model.z_loss=1e-4", of=PAIRS),
