@@ -1,5 +1,6 @@
 """Preference pairs in rows, and a train step's first loss and gradients of them, in any layout."""
 
+import dataclasses
 import functools
 import zlib
 from typing import Any
@@ -95,6 +96,7 @@ class PreferenceStep:
         *,
         sizes: dict[str, Any] = SIZES,
         started: bool = True,
+        base_dtype: Any = None,
         **fields: Any,
     ) -> None:
         axes, own = LAYOUTS.get(layout, ({}, {}))
@@ -102,7 +104,8 @@ class PreferenceStep:
         self.mesh = make_mesh(self.spec, jax.devices()[: self.spec.size])
         self.has_adapter = objective.reference == "adapter_off"
         infos = self.model.param_infos()
-        self.infos = LORA.infos(infos) if self.has_adapter else infos
+        lora = dataclasses.replace(LORA, base_dtype=base_dtype)
+        self.infos = lora.infos(infos) if self.has_adapter else infos
         scale = dict(adapter_scale=LORA.scale) if self.has_adapter else {}
         fields = dict(compute_dtype="float32") | own | fields
         self.layout = layout_from(fields, self.spec, self.infos, **scale)

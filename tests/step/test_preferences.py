@@ -14,7 +14,7 @@ from jtrain.model.adapters.lora import model_infos
 from jtrain.model.adapters.merge import merge
 from jtrain.model.param import at_path, map_params
 from jtrain.step.objective import DPO
-from tests.preferences import LAYOUTS, LORA, first_step, pairs
+from tests.preferences import LAYOUTS, LORA, SIZES, PreferenceStep, first_step, pairs
 
 FORMS = (
     DPO(beta=0.3),
@@ -137,3 +137,11 @@ def test_the_first_loss_is_ln_2(layout: str, dtype: str) -> None:
     assert abs(values["loss_nats"] - math.log(2)) < 1e-6
     assert abs(values["reward_margin"]) < 1e-6
     assert max(np.abs(g).max() for g in gradient.values()) > 1e-4, "it moves away from there"
+
+
+@pytest.mark.slow
+def test_a_base_of_blocks_is_its_own_reference() -> None:
+    """Numbers of four bits are made from the same blocks in both passes."""
+    sizes = SIZES | dict(d_model=256, head_dim=64, d_ff=128)
+    values, _ = PreferenceStep("zero 3", DPO(beta=0.3), started=False, base_dtype="nf4", sizes=sizes).result
+    assert abs(values["loss_nats"] - math.log(2)) < 1e-6
