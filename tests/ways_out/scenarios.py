@@ -221,11 +221,6 @@ _DATA: dict[str, Words] = {
     "because the first batch is timed separately": [
         *("data", "bench", "--config=tiny", *TEXT, "--steps", "1"),
     ],
-    "holds token ids without weights": sets(
-        *("data.path=None", "data.prepared=corpus"),
-        "data.sources={'chats': {'path': 'stdlib_chats', 'messages_field': 'messages', 'message_weights': True}}",
-        of=["launch", "--config=tiny", "--with", "debug", "--dry-run"],
-    ),
     "the data ends after ": [*INSPECT, "--order", "--set", "data.epochs=1"],
     "--workers \0 must be at least 1": [*PREPARE, "--out", "prepared", "--workers", "0"],
     "indexes can only be written to local folders": [*PREPARE, "--out", "gs://bucket/index"],
