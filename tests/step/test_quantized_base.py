@@ -24,7 +24,7 @@ from tests.losses import SIZES
 
 STEPS = 5
 QLORA = LoRA(rank=4, alpha=8.0, targets=("q", "o", "mlp.*"), train=("*norm*",), base_dtype="nf4")
-WIDE: dict[str, Any] = SIZES | dict(d_model=256, num_heads=4, head_dim=64, d_ff=128)
+WIDE: dict[str, Any] = SIZES | dict(d_model=256, num_heads=4, head_dim=64, d_ff=256)
 
 
 def quantized(
