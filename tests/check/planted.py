@@ -83,8 +83,8 @@ BUGS = {
     ),
     "an adapter that trains the embedding of its base": PlantedBug(
         "jtrain/model/adapters/lora.py",
-        "info if info.path in trained else",
-        "info if info.path in trained or info.path == 'embed_VD' else",
+        "if info.path in trained\n",
+        "if info.path in trained or info.path == 'embed_VD'\n",
         words_of("lora"),
         "adapter off = base",
     ),
