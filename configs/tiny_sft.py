@@ -4,8 +4,8 @@
     jtrain data inspect --config=tiny_sft --tokens
     jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
-Seen on 2026-11-28: of 100 answers to held-out questions none is exact before, 90 % after 100 steps, 99 % after 200, in
-161 s on two cores that other programs used as well. On two idle cores it is still to be measured.
+Seen on 2026-11-28, two idle CPU cores, nothing in a cache: of 100 answers to held-out questions none is exact before and
+98 % after, in 81 s, of which 16 s compile.
 """
 
 import fiddle as fdl
@@ -25,7 +25,7 @@ def tiny_sft() -> fdl.Config[Run]:
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=200,
+        num_steps=120,
         mesh=fdl.Config(MeshSpec),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
@@ -48,10 +48,10 @@ def tiny_sft() -> fdl.Config[Run]:
             tokenizer="bytes_chat",  # its folder has the chat template
             eval_fraction=0.05,
         ),
-        checkpoint=fdl.Config(CheckpointSpec, every_steps=100, keep_last=2),
+        checkpoint=fdl.Config(CheckpointSpec, every_steps=60, keep_last=2),
         eval=fdl.Config(
             EvalSpec,
-            every_steps=100,
+            every_steps=120,
             first=True,  # what the weights answer before
             answers=100,
             answer_tokens=32,
