@@ -5,8 +5,8 @@
     jtrain launch --config=tiny_dpo --set objective.form=ipo --workdir runs/ipo
 
 Seen on 2026-11-28, two idle CPU cores, nothing in a cache: of 243 held-out pairs the reference tells none apart (its
-margins are 0), and 91.8 % are right after 50 steps, in 63 s; their loss is 0.6931 and 0.2034 nats. `--set num_steps=100`
-takes 106 s and ends at 97.1 % and 0.0997.
+margins are 0), and 91.8 % are right after 50 steps, in 63 s; their loss is 0.6931 and 0.2034 nats. `--set
+num_steps=100` takes 106 s and ends at 97.1 % and 0.0997.
 """
 
 import fiddle as fdl

@@ -4,8 +4,8 @@
     jtrain data inspect --config=tiny_sft --tokens
     jtrain launch --config=tiny_sft --set data.sources.chats.path='/my/chats/*.jsonl' --workdir runs/mine
 
-Seen on 2026-11-28, two idle CPU cores, nothing in a cache: of 100 answers to held-out questions none is exact before and
-98 % after, in 81 s, of which 16 s compile.
+Seen on 2026-11-28, two idle CPU cores, nothing in a cache: of 100 answers to held-out questions none is exact before
+and 98 % after, in 81 s, of which 16 s compile.
 """
 
 import fiddle as fdl
