@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402 - after JAX_PLATFORMS and the path
 
-from jtrain.hf.prove import PEER, SMALL  # noqa: E402 - as above
-from jtrain.model.families import FAMILIES, LACKING  # noqa: E402 - as above
-from tests.families.test_golden import CONFIGS, SUPPORTED, golden, results  # noqa: E402 - as above
+from jtrain.hf.prove import PEER, SMALL  # noqa: E402 - after JAX_PLATFORMS and the path
+from jtrain.model.families import FAMILIES, LACKING  # noqa: E402 - after JAX_PLATFORMS and the path
+from tests.families.test_golden import CONFIGS, SUPPORTED, golden, results  # noqa: E402 - after JAX_PLATFORMS and the path
 
 PAGE = ROOT / "docs" / "families.md"
 HEAD = f"""# Families beside transformers

@@ -50,10 +50,14 @@ def pairs() -> list[Pair]:
     """12 pairs of 5 to 32 tokens, of which the last but one has no target in its worse text."""
     rng = np.random.default_rng(5)
     sizes = [(3, 9, 8), (6, 10, 7), (1, 2, 1), (4, 3, 12), (2, 1, 1), (8, 8, 8)] * 2
-    drawn = [tuple(rng.integers(0, VOCAB, n).astype(np.int32) for n in size) for size in sizes]
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(0, VOCAB, count).astype(np.int32)
+
+    drawn = [(ids(prompt), ids(better), ids(worse)) for prompt, better, worse in sizes]
     prompt, better, _ = drawn[10]
     drawn[10] = (prompt, better, better[:0])
-    return drawn  # pyright: ignore[reportReturnType]
+    return drawn
 
 
 def pack(rows: int, *, packed: bool) -> Batch:
@@ -143,7 +147,7 @@ class PreferenceStep:
             state.opt_state.mu,
         )
         values = {name: float(x) for name, x in metrics.items() if np.ndim(x) == 0}
-        return values, flatten_dict(moments, sep=".")  # pyright: ignore[reportReturnType]
+        return values, {str(path): moment for path, moment in flatten_dict(moments, sep=".").items()}
 
 
 @functools.cache

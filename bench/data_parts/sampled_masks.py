@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from bench.data_parts.chats import write_tokenizer
 from jtrain.data.chat.messages import ASSISTANT, read_messages
-from jtrain.data.loss_mask import encode_parts, split_chunk, unlearned
+from jtrain.data.loss_mask import encode_parts, learned_spans, split_chunk
 from jtrain.data.sources.formats.masked_text import MaskedText
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import make_tokenizer, whole_document
@@ -118,9 +118,8 @@ class SampledMasks:
         """Returns each run of learned tokens, and the tokens before it."""
         chunk = split_chunk(whole_document(self._tokenizer, text), 0, text)
         (_, ids), ignored = encode_parts(self._tokenizer, [chunk])
-        edges = [0, *(int(edge) for edge in unlearned(ignored).ravel()), len(ids)]
-        runs = zip(edges[::2], edges[1::2], strict=True)
-        return [(ids[:start].tolist(), ids[start:end].tolist()) for start, end in runs if start < end]
+        spans = learned_spans(ignored, len(ids))
+        return [(ids[:start].tolist(), ids[start:end].tolist()) for start, end in spans if start < end]
 
     def _is_said(self, learned: SampledTurn, sampled: SampledTurn) -> bool:
         """True if the tokens are those that were sampled, through a stop token."""

@@ -145,22 +145,13 @@ def restore_part(
     whole: bool = True,
     order: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`.
-
-    Args:
-      whole: False where `like` has a part of the leaves of its branches.
+    """Reads some branches of the state, such as `{"params": ...}`, and no others; only the leaves that `like` has of
+    them unless `whole`. See `restore`.
     """
-    from jtrain.checkpoint import array_files
-
     path, manifest = open_step(folder, step, verify=verify)
     branches = tuple(f"{name}." for name in like)
-    names = manifest.leaves if whole else array_files.leaves(like)
-    saved = {
-        name: leaf
-        for name, leaf in manifest.leaves.items()
-        if f"{name}.".startswith(branches) and name in names
-    }
-    _check_same(path, saved, like, order)
+    saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
+    _check_same(path, saved, like, order, whole=whole)
     state, unread = _read(path, like, only_some=True, order=order)
     if unread:
         raise _damaged_error(folder, step, unread)
@@ -367,16 +358,21 @@ def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> Checkpoin
 
 
 def _check_same(
-    path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None
+    path: Path,
+    saved: dict[str, ManifestLeaf],
+    like: Any,
+    order: tuple[int, ...] | None = None,
+    *,
+    whole: bool = True,
 ) -> None:
     from jtrain.checkpoint import array_files, layer_order
 
     expected_leaves = array_files.leaves(layer_order.checkpoint_shapes(like, order))
     lines = tuple(
-        # Expected leaves first, in the model's order; then those that only the checkpoint has.
+        # Expected leaves first, in the model's order; then those that only the checkpoint has, if it may have none.
         f"{name}: {_leaf_text(saved.get(name))} in the checkpoint, {_leaf_text(expected_leaves.get(name))} "
         "in this run"
-        for name in dict.fromkeys([*expected_leaves, *saved])
+        for name in dict.fromkeys([*expected_leaves, *(saved if whole else ())])
         if name not in saved
         or name not in expected_leaves
         or not _is_compatible(saved[name], expected_leaves[name])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -102,6 +103,14 @@ def _read_saved(checkpoints: Checkpoints, step: int, run: Run) -> Params:
     return checkpoints.restore_part(step, {"params": trained, "base_hash": words})
 
 
+def base_workdir(base: str) -> tuple[Path, int | None]:
+    """Returns the workdir that `adapter.base` names, and the step if it is a checkpoint; None for the newest."""
+    path = workdir_path(base)
+    if path.parent.name == "checkpoints" and path.name.isdecimal():
+        return path.parent.parent, int(path.name)
+    return path, None
+
+
 def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params | None:
     """Reads the parameters of the base of a run's adapter; None if they are drawn from the seed.
 
@@ -117,9 +126,7 @@ def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params |
     assert run.adapter is not None
     if run.adapter.base is None:
         return None
-    path, step = workdir_path(run.adapter.base), None
-    if path.parent.name == "checkpoints" and path.name.isdecimal():
-        path, step = path.parent.parent, int(path.name)
+    path, step = base_workdir(run.adapter.base)
     with Checkpoints(path, CheckpointSpec(), layer_order=order) as checkpoints:
         if not checkpoints.steps():
             raise FileError(

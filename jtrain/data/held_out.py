@@ -15,7 +15,7 @@ from jaxtyping import Int, Int32, Int64
 
 from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, spans_of
 from jtrain.data.constructor.context_order import context_order
-from jtrain.data.loss_mask import border_of, number_pairs, runs_within, unlearned, weigh_targets
+from jtrain.data.loss_mask import learned_spans, number_pairs, runs_within, unlearned, weigh_targets
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
@@ -170,13 +170,10 @@ class HeldOutSet:
             if chunk:
                 continue
             read = self._read(number)
-            # Of a pair the better answer: it comes first.
-            runs, end_of_text = unlearned(read.ignored), border_of(read.ignored) or len(read.ids)
-            edges = [0, *(int(edge) for edge in runs[runs[:, 0] < end_of_text].ravel()), end_of_text]
             source = int(self.document_table.source[document])
             questions += [
                 Question(source, read.ids[:start], read.ids[start:end])
-                for start, end in zip(edges[::2], edges[1::2], strict=True)
+                for start, end in learned_spans(read.ignored, len(read.ids))
                 # What ends with a row may have been cut there.
                 if 0 < start < end < context
             ]

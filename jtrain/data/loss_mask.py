@@ -166,6 +166,16 @@ def unlearned(runs: Runs) -> Int[np.ndarray, "some 2"]:
     return runs[runs[:, 2] == 0, :2]
 
 
+def learned_spans(runs: Runs, length: int) -> list[tuple[int, int]]:
+    """Returns first token and end of each span of `length` tokens that is learned, empty ones too; of a pair those of
+    its better text, which comes first.
+    """
+    end_of_text = border_of(runs) or length
+    ignored = unlearned(runs)
+    edges = [0, *ignored[ignored[:, 0] < end_of_text].ravel().tolist(), end_of_text]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 def runs_within(
     runs: Int[np.ndarray, "runs columns"], start: int, end: int
 ) -> Int[np.ndarray, "some columns"]:

@@ -53,7 +53,7 @@ def pairs_in(
             yield PlacedPair(row, (start, border), (border, end), digest.digest())
 
 
-class References:
+class StoredReferences:
     """Nats of the texts of pairs, by their hashes.
 
     Args:
@@ -65,7 +65,7 @@ class References:
         self.nats, self._name = nats, name
 
     @classmethod
-    def read(cls, path: str) -> "References":
+    def read(cls, path: str) -> "StoredReferences":
         """Reads a file of `write`.
 
         Raises:

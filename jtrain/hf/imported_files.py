@@ -1,15 +1,15 @@
-"""What an import keeps of a model directory beside its weights, so that an export changes only what training did."""
+"""Files of a model directory that an import keeps beside its weights; an export changes only what training did."""
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jtrain.errors import FileError, UserError
+from jtrain.errors import UserError
 from jtrain.hf.directory import write_json
 from jtrain.hf.mapping import DTYPES
 from jtrain.hf.model_config import family_in, model_differences, model_from_config
-from jtrain.hf.model_files import CONFIG, GENERATION, read_json
+from jtrain.hf.model_files import CONFIG, GENERATION, parse_json
 from jtrain.model.families.family import Family
 from jtrain.model.transformer import Transformer
 
@@ -42,12 +42,17 @@ class ImportedFiles:
             write_json(workdir / FOLDER / GENERATION, self.generation)
 
     @classmethod
-    def read(cls, folder: str) -> "ImportedFiles":
-        """Reads those of a folder or the URL of one; empty ones if there are none."""
-        try:
-            return cls(read_json(folder, CONFIG) or {}, read_json(folder, GENERATION) or {})
-        except FileError:
-            return cls({}, {})
+    def read(cls, workdir: Path) -> "ImportedFiles":
+        """Reads those of a workdir; empty ones if it did not begin with an import.
+
+        Raises:
+          UserError: a file is not a JSON object.
+        """
+        files = (workdir / FOLDER / name for name in (CONFIG, GENERATION))
+        config, generation = (
+            parse_json(str(file), file.read_bytes()) if file.exists() else {} for file in files
+        )
+        return cls(config, generation)
 
     @property
     def dtype(self) -> str | None:

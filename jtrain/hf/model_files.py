@@ -105,7 +105,7 @@ def read_config(source: Path | str) -> dict[str, Any]:
       UserError: the file is not a JSON object.
     """
     if not is_remote(source) and Path(source).is_file():
-        return _parse(str(source), Path(source).read_bytes())
+        return parse_json(str(source), Path(source).read_bytes())
     config = read_json(source, CONFIG)
     if config is None:
         raise FileError(f"{source}/{CONFIG}: no such file. Give a Hugging Face model directory.")
@@ -225,7 +225,7 @@ def _header(file: StoredFile) -> dict[str, StoredTensor]:
     length = int.from_bytes(_read(file, 0, 8), "little")
     if not 0 < length <= min(_MAX_HEADER_BYTES, file.size_bytes):
         raise UserError(f"{broken}: its header has {length} bytes. Download or export it again.")
-    header = _parse(file.label, _read(file, 8, length))
+    header = parse_json(file.label, _read(file, 8, length))
     header.pop("__metadata__", None)
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
@@ -273,10 +273,11 @@ def _weight_files(source: Path | str, files: dict[str, StoredFile]) -> dict[str,
 def _read_json(files: dict[str, StoredFile], name: str) -> dict[str, Any] | None:
     if name not in files:
         return None
-    return _parse(files[name].label, _read(files[name], 0, files[name].size_bytes))
+    return parse_json(files[name].label, _read(files[name], 0, files[name].size_bytes))
 
 
-def _parse(label: str, content: bytes) -> dict[str, Any]:
+def parse_json(label: str, content: bytes) -> dict[str, Any]:
+    """Returns the object that a file holds; raises UserError if it is none."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

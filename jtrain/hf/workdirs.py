@@ -20,14 +20,13 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint
 from jtrain.config.run import Run, build_run, check_vocabulary
-from jtrain.config.trained_params import MergeOnto, read_params, read_trained
+from jtrain.config.trained_params import MergeOnto, base_workdir, read_params, read_trained
 from jtrain.data import make_tokenizer, open_dataset
 from jtrain.data.tokenizer_files import folder_of
 from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.config_file import FUNCTION
 from jtrain.hf.directory import check_empty, write_directory
 from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
-from jtrain.hf.imported_files import FOLDER as IMPORTED
 from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.merge_losses import UNMERGED, merge_losses
@@ -87,8 +86,10 @@ def export(
                     names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
                     print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
                     return
-                base = (run.adapter and run.adapter.base) or workdir
-                imported = ImportedFiles.read(f"{base}/{IMPORTED}")
+                base = run.adapter.base if run.adapter else None
+                imported = ImportedFiles.read(
+                    workdir_path(workdir) if base is None else base_workdir(base)[0]
+                )
                 dtype = dtype or imported.dtype or run.precision.param_dtype
                 imported_family = None if family is not None else imported.family_of(run.model)
                 written = _config(run, family or imported_family, dtype)

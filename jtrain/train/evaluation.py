@@ -11,7 +11,7 @@ from jaxtyping import Float, Float64, Int64
 
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
-from jtrain.data.references import References
+from jtrain.data.references import StoredReferences
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
@@ -44,7 +44,7 @@ class Evaluation:
         layout: Layout,
         mesh: Mesh,
         dataset: TextDataset,
-        references: References | None = None,
+        references: StoredReferences | None = None,
     ) -> None:
         self._mesh = mesh
         self._context = run.mesh.context
@@ -131,7 +131,7 @@ class Evaluation:
 class PairScores:
     """Losses and margins of held-out pairs, by the objective that is trained."""
 
-    def __init__(self, run: Run, layout: Layout, mesh: Mesh, references: References | None) -> None:
+    def __init__(self, run: Run, layout: Layout, mesh: Mesh, references: StoredReferences | None) -> None:
         assert isinstance(run.objective, DPO)
         self._objective, self._references, self._order_L = run.objective, references, run.context_order()
         self._reference_step = (

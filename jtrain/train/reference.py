@@ -11,7 +11,7 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.config.run import Run
 from jtrain.data import open_dataset, put_batch
 from jtrain.data.mixture.schedule import Constant
-from jtrain.data.references import References, sums_of_pairs
+from jtrain.data.references import StoredReferences, sums_of_pairs
 from jtrain.errors import UserError
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.step.objective import DPO
@@ -73,6 +73,6 @@ def write_reference(run: Run, *, workdir: Path, out: Path, devices: Sequence[jax
             arrays = (nats_BL, batch.token_BL, batch.target_BL, batch.segment_BL)
             nats |= sums_of_pairs(*(array[:, order_L] for array in arrays))
     if jax.process_index() == 0:
-        References(nats, name=str(out)).write(out)
+        StoredReferences(nats, name=str(out)).write(out)
         print_line(f"{len(nats):,} pairs in {out}")
     return len(nats)

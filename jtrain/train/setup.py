@@ -12,7 +12,7 @@ from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.native.library import core_line
-from jtrain.data.references import References
+from jtrain.data.references import StoredReferences
 from jtrain.errors import UserError
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim.optimizer import Optimizer
@@ -44,7 +44,7 @@ class Setup:
     optimizer: Optimizer
     dataset: TextDataset
     evaluation: Evaluation
-    references: References | None = None
+    references: StoredReferences | None = None
 
     def lines(self, home: Path) -> list[str]:
         """Returns the plan in brief, what the run reads and by which core, for the first lines of a run in
@@ -109,7 +109,7 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
         )
     check_vocabulary(run.model, dataset.vocab_size)
     stored = run.objective.stored if isinstance(run.objective, DPO) else None
-    references = None if stored is None else References.read(stored)
+    references = None if stored is None else StoredReferences.read(stored)
     evaluation = Evaluation(run, job.layout, mesh, dataset, references)
     return Setup(run, job, memory_bytes, mesh, optimizer, dataset, evaluation, references)
 

@@ -21,6 +21,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run
 from jtrain.config.run import build_run
+from jtrain.config.trained_params import base_workdir
 from jtrain.hf.directory import write_directory
 from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.model_config import config_from_model, family_in
@@ -137,6 +138,12 @@ def test_export_keeps_what_training_did_not_change(given: Given) -> None:
         == 0
     )
     assert json.loads((given.tmp_path / "whole" / "config.json").read_text())["torch_dtype"] == "float32"
+    # The base of an adapter may be named by its checkpoint.
+    found, step = base_workdir(str(workdir / "checkpoints" / "0"))
+    assert (found, step) == (workdir, 0)
+    assert ImportedFiles.read(found).generation == generation
+    assert base_workdir(str(workdir)) == (workdir, None)
+    assert ImportedFiles.read(given.tmp_path) == ImportedFiles({}, {})
 
 
 def test_a_changed_model_has_the_fields_that_it_needs() -> None:

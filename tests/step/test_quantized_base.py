@@ -108,19 +108,15 @@ def test_the_plan_has_the_bytes_of_blocks(dtype: str, axes: dict[str, int], zero
 def test_the_plan_has_the_compilers_arguments_and_no_whole_model_is_made() -> None:
     """Numbers are of a layer at a time: temporaries are far below all layers in float32, also without remat."""
     run = quantized({}, sizes=WIDE | dict(num_layers=24))
-    step = make_train_step(run.model, run.optimizer, run.layout, run.mesh)
-    lowered = step.lower(  # pyright: ignore[reportFunctionMemberAccess]: of jit
-        abstract_state(run.layout, run.optimizer, run.mesh), run.batch
-    )
+    step: Any = make_train_step(run.model, run.optimizer, run.layout, run.mesh)
+    lowered = step.lower(abstract_state(run.layout, run.optimizer, run.mesh), run.batch)
     sizes = lowered.compile().memory_analysis()
     plan = memory(Job(run.model, run.layout, ADAMW, *run.batch.token_BL.shape))
     assert sizes.argument_size_in_bytes == plan.parameters + plan.optimizer + plan.batch + 8 * 4
     assert sizes.alias_size_in_bytes >= plan.parameters + plan.optimizer
     plain = quantized({}, "float32", sizes=WIDE | dict(num_layers=24))
     step = make_train_step(plain.model, plain.optimizer, plain.layout, plain.mesh)
-    lowered = step.lower(  # pyright: ignore[reportFunctionMemberAccess]: of jit
-        abstract_state(plain.layout, plain.optimizer, plain.mesh), plain.batch
-    )
+    lowered = step.lower(abstract_state(plain.layout, plain.optimizer, plain.mesh), plain.batch)
     matrices = 4 * sum(p.info.size for p in run.layout.params if p.info.dtype == "nf4")
     excess = sizes.temp_size_in_bytes - lowered.compile().memory_analysis().temp_size_in_bytes
     assert excess < matrices / 4

@@ -10,7 +10,7 @@ import pytest
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.data.references import References, spread
+from jtrain.data.references import StoredReferences, spread
 from jtrain.errors import FileError, UserError
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
@@ -45,15 +45,15 @@ def test_a_stored_reference_is_the_adapter_switched_off(tmp_path: Path) -> None:
 
 def test_a_reference_for_other_records_is_refused(tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path), tmp_path / "reference.npz"
-    References({b"0123456789abcdef": (1.0, 2.0)}, name="").write(out)
-    assert References.read(str(out)).nats == {b"0123456789abcdef": (1.0, 2.0)}
+    StoredReferences({b"0123456789abcdef": (1.0, 2.0)}, name="").write(out)
+    assert StoredReferences.read(str(out)).nats == {b"0123456789abcdef": (1.0, 2.0)}
     with pytest.raises(
         UserError, match=r"is a reference for other records: of its 1 pairs none has the hash"
     ):
         losses(pairs, tmp_path / "run", "objective.reference=stored", f"objective.stored={out}")
     out.write_bytes(b"no such file")
     with pytest.raises(FileError, match=r"objective\.stored='.*' cannot be read"):
-        References.read(str(out))
+        StoredReferences.read(str(out))
 
 
 def test_the_nats_of_a_text_are_spread_over_its_targets_without_loss() -> None:

@@ -31,20 +31,18 @@ _NUMBERS = ("one", "two", "three", "four", "five")
 _STYLES = ("in capitals", "in snake case", "as one word", "in camel case")
 
 
-def write_stdlib_chats(
-    files: Iterable[Path], out: Path, record_of: Callable[[str], dict[str, Any]] | None = None
-) -> None:
+def write_stdlib_chats(files: Iterable[Path], out: Path, record_of: Callable[[str], dict[str, Any]]) -> None:
     """Writes the conversations as JSON lines, in the same order for the same files.
 
     Args:
-      record_of: returns the record about a name; None is `chat_about`.
+      record_of: returns the record about a name, as `chat_about` does.
     """
     names = {name for file in files for name in _names_in(file)}
     styles: dict[str, list[str]] = {}
     # Shuffled, so that the beginning of the alphabet is not all that a style has.
     for name in random.Random(0).sample(sorted(names), len(names)):
         styles.setdefault(style_of(name), []).append(name)
-    chats = [(record_of or chat_about)(name) for names in styles.values() for name in names[:_PER_STYLE]]
+    chats = [record_of(name) for names in styles.values() for name in names[:_PER_STYLE]]
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as part:
         part.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), "utf-8")

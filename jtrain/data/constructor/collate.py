@@ -20,7 +20,7 @@ ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 WEIGHTS = "weight_BL"
 """Array behind these of a batch whose targets have weights, float32."""
 
-type BatchArrays = dict[str, Shaped[np.ndarray, "rows L"]]
+type RowArrays = dict[str, Shaped[np.ndarray, "rows L"]]
 """Arrays of a batch by name: int32, but for the weights."""
 
 BLOCK_TOKENS = 1 << 15
@@ -44,11 +44,11 @@ class Rows:
         return Rows(*(np.empty((rows, seq_len), np.int32) for _ in range(4)))
 
 
-def name_words(words: Int32[np.ndarray, "arrays rows L"]) -> BatchArrays:
+def name_words(words: Int32[np.ndarray, "arrays rows L"]) -> RowArrays:
     """Returns the arrays of a batch, by name, that lie in memory one after another: `ARRAYS`, and weights if there
     are five.
     """
-    arrays: BatchArrays = dict(zip(ARRAYS, words, strict=False))
+    arrays: RowArrays = dict(zip(ARRAYS, words, strict=False))
     return arrays if len(words) == len(ARRAYS) else arrays | {WEIGHTS: words[-1].view(np.float32)}
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, Int64
 
 from jtrain.data.constructor.batch_state import BatchStats, Built, DataState
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
-from jtrain.data.constructor.collate import ARRAYS, WEIGHTS, BatchArrays, Rows, Spans, fill_rows
+from jtrain.data.constructor.collate import ARRAYS, WEIGHTS, RowArrays, Rows, Spans, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
@@ -197,7 +197,7 @@ class Constructor:
                 request_ends[request_ends[:, 1] > self._first_unrequested[request_ends[:, 0]]].tolist()
             )
 
-    def fill(self, out: BatchArrays) -> Built | None:
+    def fill(self, out: RowArrays) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
         if self.has_ended:
             return None

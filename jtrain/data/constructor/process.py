@@ -16,7 +16,7 @@ import numpy as np
 from jtrain.data.autoscaler.placement import Placement
 from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.batch_state import DataState
-from jtrain.data.constructor.collate import BatchArrays, name_words
+from jtrain.data.constructor.collate import RowArrays, name_words
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool
@@ -54,7 +54,7 @@ class Slots:
         words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(shape)), np.int32)
         self._words = words.reshape(slots, *shape)
 
-    def arrays(self, slot: int) -> BatchArrays:
+    def arrays(self, slot: int) -> RowArrays:
         """Returns the arrays of one slot by name."""
         return name_words(self._words[slot])
 

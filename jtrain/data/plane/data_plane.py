@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.constructor.batch_state import BatchStats, DataState
-from jtrain.data.constructor.collate import BatchArrays, name_words
+from jtrain.data.constructor.collate import RowArrays, name_words
 from jtrain.data.constructor.constructor import INLINE_RUNS_BYTES, Constructor, ConstructorSetup
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
 from jtrain.data.loaders.forkserver import Child, Forkserver
@@ -39,7 +39,7 @@ class Delivered:
     plan: None unless everything runs in this process.
     """
 
-    arrays: BatchArrays
+    arrays: RowArrays
     state: DataState
     stats: BatchStats
     plan: LoadingPlan | None = None

@@ -158,18 +158,14 @@ def search(path: str, *, field: str) -> FoundFiles:
 
 def _stdlib_chats(name: str) -> str:
     """Returns the file of conversations about the standard library, and writes it if it is not there."""
-    from jtrain.data.chat.stdlib_chats import (
-        chat_about,
-        pair_about,
-        write_stdlib_chats,
-    )  # lazy: most runs need none
+    from jtrain.data.chat import stdlib_chats  # lazy: most runs need none
 
     version = ".".join(map(str, sys.version_info[:3]))
     path = Path("~/.cache/jtrain").expanduser() / f"{name}-{_EDITIONS[name]}-python-{version}.jsonl"
     if not path.exists():
         files, _ = _find_local(STDLIB, "data.path")
-        record_of = chat_about if name == STDLIB_CHATS else pair_about
-        write_stdlib_chats((Path(file.location) for file in files), path, record_of)
+        record_of = stdlib_chats.chat_about if name == STDLIB_CHATS else stdlib_chats.pair_about
+        stdlib_chats.write_stdlib_chats((Path(file.location) for file in files), path, record_of)
     return str(path)
 
 

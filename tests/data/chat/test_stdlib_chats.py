@@ -27,7 +27,8 @@ def test_each_name_is_in_one_conversation(tmp_path: Path) -> None:
         "def read_all(): ...\nclass ReadAll: ...\nclass HTTPServer: ...\nMAX_SIZE = 1\n"
     )
     (tmp_path / "b.py").write_text("class B:\n    def read_all(self): ...\n    def f(self): ...\n")
-    write_stdlib_chats([tmp_path / "a.py", tmp_path / "b.py"], tmp_path / "out" / "chats.jsonl")
+    files, out = [tmp_path / "a.py", tmp_path / "b.py"], tmp_path / "out" / "chats.jsonl"
+    write_stdlib_chats(files, out, chat_about)
     chats = [json.loads(line) for line in (tmp_path / "out" / "chats.jsonl").read_text().splitlines()]
     asked = sorted(chat["messages"][0]["content"] for chat in chats)
     assert asked == [f"How is `{name}` written?" for name in ("MAX_SIZE", "ReadAll", "read_all")]
