@@ -147,7 +147,8 @@ class PreferenceStep:
             state.opt_state.mu,
         )
         values = {name: float(x) for name, x in metrics.items() if np.ndim(x) == 0}
-        return values, {str(path): moment for path, moment in flatten_dict(moments, sep=".").items()}
+        flat = flatten_dict(moments, sep=".")
+        return values, {str(path): np.asarray(moment) for path, moment in flat.items()}
 
 
 @functools.cache
