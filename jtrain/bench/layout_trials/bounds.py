@@ -139,15 +139,17 @@ def _first_step(comparison: Comparison, run: Course, to: References) -> None:
             for reference, difference in apart.items():
                 comparison.within(f"gradient ({moment})", f"{path}, {reference}", difference, allowed)
     for name, array in run.moments.items():
-        if array.dtype in (np.int8, np.uint8):
-            # The same noise rounds the same values: only a value at the edge of two codes may get the other.
-            comparison.within(
-                "8-bit codes that differ", name, np.mean(array != to.one_device.moments[name]), 0.02
-            )
-        elif "_scale" in name:
-            want = to.one_device.moments[name]
-            # Blocks without a gradient have scales of 0 on both: a bound of 0 allows no other number.
-            comparison.within("8-bit scales", name, np.abs(array - want), 1e-3 * want)
+        # Only moments of 8 bits have scales; parameters of a model are named `..._scale` too.
+        if array.dtype not in (np.int8, np.uint8):
+            continue
+        # The same noise rounds the same values: only a value at the edge of two codes may get the other.
+        comparison.within(
+            "8-bit codes that differ", name, np.mean(array != to.one_device.moments[name]), 0.02
+        )
+        moment, path = name.split(" ")
+        scale, want = (arrays[f"{moment}_scale {path}"] for arrays in (run.moments, to.one_device.moments))
+        # Blocks without a gradient have scales of 0 on both: a bound of 0 allows no other number.
+        comparison.within("8-bit scales", f"{moment} {path}", np.abs(scale - want), 1e-3 * want)
 
 
 def _later_steps(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
