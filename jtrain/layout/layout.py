@@ -25,7 +25,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec as P
 
 from jtrain.errors import UserError
-from jtrain.layout.conflicts import check_adapter, check_blocks, check_groups, check_stages
+from jtrain.layout.conflicts import check_adapter, check_blocks, check_groups, check_mlp_chunk, check_stages
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
@@ -280,6 +280,8 @@ def make_layout(
         )
     if spec.sequence_groups > 1:
         check_groups(spec, mesh, infos, precision)
+    if spec.mlp_chunk is not None:
+        check_mlp_chunk(spec, infos, precision)
     if adapter_scale is not None:
         check_adapter(spec, precision, [info for info in infos if info.is_adapter], shared_by)
     layouts: list[ParamLayout] = []

@@ -25,6 +25,9 @@ class LayoutSpec:
       sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
         collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
         together.
+      mlp_chunk: positions of each sequence on a device whose hidden units of a dense feed-forward layer exist at a
+        time, in both passes; None for all. Long sequences then need memory for their residual stream and attention
+        alone.
       offload: arrays kept in host memory.
       context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
         scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
@@ -41,6 +44,7 @@ class LayoutSpec:
     remat_save: tuple[str, ...] = ()
     tensor_overlap: bool = False
     sequence_groups: int = 1
+    mlp_chunk: int | None = None
     offload: OffloadSpec = OffloadSpec()  # noqa: RUF009 - frozen
     context_attention: Literal["ring", "ulysses"] = "ring"
     auto: bool = False
@@ -57,6 +61,8 @@ class LayoutSpec:
             )
         if self.sequence_groups < 1:
             raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
+        if self.mlp_chunk is not None:
+            self._check_mlp_chunk()
         # An option that silently does nothing is refused in both directions.
         if (self.remat == "named") != bool(self.remat_save):
             way_out = (
@@ -67,6 +73,29 @@ class LayoutSpec:
             raise UserError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves "
                 f"these names, and no other remat does. Set {way_out}."
+            )
+
+    def _check_mlp_chunk(self) -> None:
+        field, saved = (
+            f"layout.mlp_chunk={self.mlp_chunk}",
+            {"mlp_gate", "mlp_up"}.intersection(self.remat_save),
+        )
+        if self.mlp_chunk is not None and self.mlp_chunk < 1:
+            raise UserError(
+                f"{field} must be at least 1. Set layout.mlp_chunk=None for all positions at once."
+            )
+        if self.remat == "none" or saved:
+            remat = f"layout.remat_save={self.remat_save!r}" if saved else "layout.remat=none"
+            raise UserError(
+                f"{field} with {remat}, which saves the hidden units of all positions. Set layout.remat=full, or "
+                "layout.mlp_chunk=None."
+            )
+        if self.sequence_groups > 1 or self.tensor_overlap:
+            other = "tensor_overlap=False" if self.tensor_overlap else "sequence_groups=1"
+            name = other.partition("=")[0]
+            raise UserError(
+                f"{field} with layout.{name}={getattr(self, name)}: a layer in chunks does not hide its collectives "
+                f"over `tensor`. Set layout.{other}, or layout.mlp_chunk=None."
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:

@@ -102,6 +102,7 @@ class Block(nnx.Module):
         tensor: TensorAxis,
         context: ops.RowSplit,
         expert: int = 1,
+        mlp_chunk: int | None = None,
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Residual stream after the layer, and the router's losses (None for a dense layer)."""
         losses, stream_BLD = None, x_BLD
@@ -116,7 +117,7 @@ class Block(nnx.Module):
                 valid_BL = local_sequence(segment_BL, tensor.size) > 0
                 stream_BLD, h_BLD = self.mlp_input(stream_BLD, x_BLD)
                 h_BLD, losses = self.feed_forward(
-                    h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert
+                    h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert, chunk=mlp_chunk
                 )
                 stream_BLD = self.add_mlp(stream_BLD, h_BLD)
         return stream_BLD, losses
@@ -182,6 +183,7 @@ class Block(nnx.Module):
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
         context: int = 1,
         expert: int = 1,
+        chunk: int | None = None,
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Feed-forward output at this device's positions, and the router's losses (None for a dense layer).
 
@@ -189,11 +191,12 @@ class Block(nnx.Module):
 
         Args:
           valid_BL: at the same positions as x; False for padding, which goes to no expert.
+          chunk: positions of each sequence whose hidden units exist at a time in a dense layer; None for all.
         """
         if isinstance(self.mlp, MLP):
             # A dense mlp gathers and scatters inside its projections, where they can overlap with the
             # matmuls.
-            return self.mlp(x_BLD, tensor), None
+            return self.mlp(x_BLD, tensor, chunk=chunk), None
         routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
         # Experts see all positions along `tensor`: each device multiplies with its part of F.
         h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)

@@ -31,6 +31,7 @@ class Placement:
     stage: pipeline stages over which the vocabulary is split, besides `tensor`.
     tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
     sequence_groups: groups of sequences that a layer computes side by side.
+    mlp_chunk: positions of each sequence whose hidden units exist at a time; None for all.
     context: placement of the positions along the `context` axis.
     remat: activations that a block saves for its backward pass: all (none), only its input (full), or its
       input and `remat_save` (named).
@@ -49,6 +50,7 @@ class Placement:
     tensor: int = 1
     tensor_overlap: bool = False
     sequence_groups: int = 1
+    mlp_chunk: int | None = None
     context: ops.RowSplit = ops.WHOLE_ROWS
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()

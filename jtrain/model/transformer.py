@@ -293,6 +293,7 @@ class Transformer(nnx.Module):
                     tensor=axis,
                     context=placement.context,
                     expert=placement.expert,
+                    mlp_chunk=placement.mlp_chunk,
                 )
                 # Summed in the carry, so that a scan stacks nothing.
                 if losses is not None:

@@ -52,6 +52,12 @@ def counts_of(layout: Layout) -> TickCounts:
             f"pipeline.schedule={layout.pipeline.spec.schedule}, which splits the backward pass: each weight "
             "is then used once. Set layout.sequence_groups=1, or pipeline.schedule=1f1b."
         )
+    if counts.splits_backward and layout.spec.mlp_chunk is not None:
+        raise UserError(
+            f"layout.mlp_chunk={layout.spec.mlp_chunk} with pipeline.schedule={layout.pipeline.spec.schedule}, "
+            "which splits the backward pass: each weight is then used once. Set layout.mlp_chunk=None, or "
+            "pipeline.schedule=1f1b."
+        )
     return counts
 
 

@@ -75,6 +75,7 @@ def placement_of(layout: Layout) -> Placement:
         tensor=layout.mesh.tensor,
         tensor_overlap=spec.tensor_overlap,
         sequence_groups=spec.sequence_groups,
+        mlp_chunk=spec.mlp_chunk,
         context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
         expert=layout.mesh.expert,
         remat=spec.remat,

@@ -104,7 +104,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
-        (dict(data=2, context=2, tensor=2), dict(zero_stage=3, microbatches=2)),
+        (
+            dict(data=2, context=2, tensor=2),
+            dict(zero_stage=3, microbatches=2, remat="full", mlp_chunk=3),
+        ),
         *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS),
     ],
     ids=str,

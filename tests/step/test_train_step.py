@@ -225,7 +225,7 @@ def test_shared_key_heads_with_8_bit_moments() -> None:
 
 NAMED: dict[str, Any] = dict(remat="named", remat_save=("attention",))
 SPLIT_SEQUENCES = [
-    (dict(data=2, context=2), "zigzag", dict(zero_stage=3) | NAMED),
+    (dict(data=2, context=2), "zigzag", dict(zero_stage=3, mlp_chunk=5) | NAMED),
     (dict(data=2, context=4), "zigzag", dict(zero_stage=3, microbatches=2) | NAMED),
     (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
     (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
@@ -234,7 +234,8 @@ SPLIT_SEQUENCES = [
     (dict(context=4), "zigzag", dict(zero_stage=1, microbatches=2)),
     (dict(data=2, context=4), "contiguous", dict(zero_stage=2, context_attention="ulysses", microbatches=2)),
 ]
-"""The first is the cheapest that has a ring, a gather of weights and remat; the others take a minute each."""
+"""The first is the cheapest that has a ring, a gather of weights, remat and feed-forward layers in chunks; the
+others take a minute each."""
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ _LAYOUTS: dict[str, Words] = {
     " per worker. Leave pipeline.chunks at 1": sets(
         "mesh.stage=2", "pipeline.schedule=1f1b", "pipeline.chunks=2"
     ),
+    "must be at least 1. Set layout.mlp_chunk": sets("layout.mlp_chunk=0", "layout.remat=full"),
+    "which saves the hidden units of all": sets("layout.mlp_chunk=4"),
+    "does not hide its collectives over `tensor`": sets(
+        *("layout.mlp_chunk=4", "layout.remat=full", "mesh.tensor=2", "layout.tensor_overlap=True")
+    ),
+    "layout.mlp_chunk=\0 with \0. Set layout.mlp_chunk": sets(
+        *("layout.mlp_chunk=4", "layout.remat=full", "precision.matmul_dtype=fp8_delayed")
+    ),
+    "layout.mlp_chunk=\0 with pipeline.schedule=": sets(
+        *("mesh.stage=2", "pipeline.schedule=zb-h1", "layout.mlp_chunk=4", "layout.remat=full")
+    ),
     "which splits the backward pass": sets(
         *("mesh.stage=2", "mesh.data=2", "mesh.tensor=2", "pipeline.schedule=zb-h1"),
         *("layout.sequence_groups=2", "layout.microbatches=2"),

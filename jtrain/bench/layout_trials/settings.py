@@ -59,6 +59,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     ),
     "layout.tensor_overlap": (False, True),
     "layout.sequence_groups": (1, 2),
+    # Of a device's positions, some of which are left over.
+    "layout.mlp_chunk": (None, 3),
     "layout.context_attention": ("ring", "ulysses"),
     # A fraction moves that part of the bytes to the host, none and all are the ends.
     "layout.offload.optimizer": ("none", 0.5, 1.0),
@@ -254,6 +256,7 @@ def make_run(setting: Setting) -> Run:
         remat_save=tuple(remat.split("+")) if named else (),
         tensor_overlap=setting["layout.tensor_overlap"],
         sequence_groups=setting["layout.sequence_groups"],
+        mlp_chunk=setting["layout.mlp_chunk"],
         context_attention=setting["layout.context_attention"],
         offload=OffloadSpec(**options_of["layout.offload."]),
     )

@@ -98,7 +98,9 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
     mesh, spec, precision = layout.mesh, layout.spec, layout.precision
     of_layers, at_end = part == "layers", part == "end"
     pattern = None
-    if model.pattern and layout.pipeline is None and (of_layers or at_end):
+    # A loop over parts of a row needs the row as it is.
+    as_it_is = bool(model.pattern) or spec.mlp_chunk is not None
+    if as_it_is and layout.pipeline is None and (of_layers or at_end):
         pattern = pattern_sizes(model, mesh, layout.rings, rows=rows, seq_len=seq_len)
     splits = layout.pipeline is not None and counts_of(layout).splits_backward
     # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them,
@@ -117,6 +119,8 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         remat="none" if activations is None else "named" if activations else "full",
         remat_save=activations or (),
         offload=OffloadSpec(),
+        # Positions that are a label are no multiple of a chunk: such a trace has all of them at once.
+        mlp_chunk=spec.mlp_chunk if pattern is not None and of_layers else None,
         auto=False,
     )
     precision = dataclasses.replace(precision, grad_accum_dtype="float32")
