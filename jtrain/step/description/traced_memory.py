@@ -3,7 +3,8 @@
 A pass is what the fusions between the same products and kernels read and store, each array once.
 
 Compilers multiply gradients of weights last, after all that the gradient of the residual stream waits for, so
-what those read exists until the end of a layer.
+what those read exists until the end of a layer; or of a turn of a loop within it. Those of an adapter's narrow
+matrices take no room that is worth a wait: they are multiplied as soon as they can be.
 """
 
 import collections
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from jtrain.layout.mesh import local_shape
 from jtrain.model import ops
 from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.labelled_sizes import TOKENS, LabelledSizes, Monomial, labelled
@@ -87,7 +89,7 @@ def trace_memory(sizes: LabelledSizes, work: TracedWork) -> MemoryTrace:
     # What a loop carries takes memory, even if no step of it reads the value.
     used |= {n for loop in loops for n in loop.carried}
     array_bytes = {n: _bytes_of(sizes, values.arrays[n]) for n in used}
-    moments = [] if largest is None else _moments(array_bytes, values, largest)
+    moments = [] if largest is None else _moments(sizes, array_bytes, values, largest)
     return MemoryTrace(
         tuple(_passes(sizes, values)),
         tuple(_widest(moments)),
@@ -160,12 +162,19 @@ def _rows_sent(rows: Monomial) -> Monomial:
 
 
 def _moments(
-    array_bytes: Mapping[int, Monomial], values: StoredValues, loop: TracedLoop
+    sizes: LabelledSizes, array_bytes: Mapping[int, Monomial], values: StoredValues, loop: TracedLoop
 ) -> Iterator[LabelledMoment]:
     """Arrays of tokens at each step of a turn of the backward loop that makes one."""
     steps = values.steps_of(loop)
-    # A gradient of a weight has no tokens.
-    is_late = [step.name in PRODUCTS and not _is_of_tokens(array_bytes[step.results[0]]) for step in steps]
+    depth, narrow = min(len(step.place.trips) for step in steps), _elements_of_adapters(sizes)
+
+    def is_late_gradient(step: StoringStep) -> bool:
+        # A gradient of a weight has no tokens.
+        is_gradient = step.name in PRODUCTS and not _is_of_tokens(array_bytes[step.results[0]])
+        within_turn = len(step.place.trips) == depth
+        return is_gradient and within_turn and math.prod(values.arrays[step.results[0]].shape) not in narrow
+
+    is_late = [is_late_gradient(step) for step in steps]
     # Gradients of weights last, as compilers schedule them (see above).
     ordered = [step for step, late in zip(steps, is_late, strict=True) if not late]
     ordered += [step for step, late in zip(steps, is_late, strict=True) if late]
@@ -196,6 +205,16 @@ def _moments(
             )
         # After the moment: what a step reads last is still there while the step runs.
         alive -= ends[position]
+
+
+def _elements_of_adapters(sizes: LabelledSizes) -> set[int]:
+    """Elements of one layer's matrices of an adapter on a device, gathered from ZeRO's shards."""
+    mesh, counts = sizes.layout.mesh.shape, set[int]()
+    for p in sizes.layout.params:
+        if p.info.is_adapter:
+            shape = local_shape(p.spec(zero_sharded=False), p.info.shape, mesh)
+            counts.add(math.prod(shape[p.info.is_stacked :]))
+    return counts
 
 
 def _differ_by_tensor(first: Monomial, second: Monomial) -> bool:
