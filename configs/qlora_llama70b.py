@@ -27,8 +27,13 @@ def qlora_llama70b() -> fdl.Config[Run]:
 
 
 def long_context(run: fdl.Config[Run]) -> None:
-    """One sequence of 32,768 tokens at a time; what layers save for the backward pass is in host memory."""
-    run.data.seq_len = 32_768
+    """One sequence of 131,072 tokens at a time: what layers save and the moments are in host memory, A and B in
+    bfloat16, and hidden units of the feed-forward layers exist for 4096 positions at a time.
+    """
+    run.data.seq_len = 131_072
     run.data.global_batch = 1
-    run.layout.microbatch_tokens = 32_768
+    run.layout.microbatch_tokens = None
+    run.layout.mlp_chunk = 4096
     run.layout.offload.activations = 1.0
+    run.layout.offload.optimizer = 1.0
+    run.precision.param_dtype = "bfloat16"

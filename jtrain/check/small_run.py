@@ -138,6 +138,8 @@ class SmallRuns:
             zero_stage=3 if layout.auto else layout.zero_stage,
             microbatch_tokens=None,
             sequence_groups=min(layout.sequence_groups, 2),
+            # Several chunks of a small row, of which the last is shorter.
+            mlp_chunk=layout.mlp_chunk and min(layout.mlp_chunk, 11),
             offload=dataclasses.replace(layout.offload, unified_memory=False, **shares),
         )
         counts = (4, 8, 2) if "stage" in axes else (1,)
