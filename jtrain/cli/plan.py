@@ -106,14 +106,23 @@ def compile_point(run: "Run", point: "Point") -> Any:
 
 
 def sheet_of(
-    args: Args, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
+    args: Args,
+    run: "Run",
+    task: "SearchTask",
+    point: "Point",
+    compiled: Any,
+    planned: dict[str, str],
+    *,
+    is_given: bool,
 ) -> "Sheet":
-    """The sheet of one layout."""
+    """The sheet of one layout; of one that was given also what would be faster."""
     from jtrain.plan.economics.failures import Failures, save_seconds, uptime
     from jtrain.plan.estimate.step_time import cost
     from jtrain.plan.plan_check import largest_rows
     from jtrain.plan.report.measured import read_measurements
     from jtrain.plan.report.plan_sheet import Sheet
+    from jtrain.plan.search_task import fits
+    from jtrain.plan.single_changes import faster_changes
 
     assert point.timed is not None
     # Tokens of the whole run, unless they are given.
@@ -135,6 +144,8 @@ def sheet_of(
         uptime=up if args.goodput is None else None,
         compiled=compiled,
         measured=None if args.calibrate is None else read_measurements(args.calibrate, planned, task.machine),
+        # What does not fit is refused with settings that do.
+        faster=tuple(faster_changes(task, point)) if is_given and fits(task, point.plan) else None,
     )
 
 
@@ -146,11 +157,13 @@ def command(args: Args, values: dict[str, str], settings: dict[str, object]) -> 
       values: path -> value as text, of the config.
       settings: path -> value that the search chose.
     """
-    words = ["python", "-m", "jtrain.launch", *config_words(args)]
-    settings = settings | {"layout.auto": False}  # otherwise the launch would decide again
+    from jtrain.plan.smaller_settings import changed_options, shell_word
+
+    # Otherwise the launch would decide again.
+    settings = settings | {"layout.auto": False}
+    given = " ".join(map(shell_word, ["jtrain", "launch", *config_words(args)]))
     # Only what differs from the config: the command stays short.
-    decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != values[path]]
-    return shlex.join([*words, *(word for text in decided for word in ("--set", text))])
+    return f"{given} {changed_options(settings, values)}".rstrip()
 
 
 def confirm(
@@ -195,6 +208,7 @@ def search_command(
     from jtrain.plan.nothing_fits import no_point
     from jtrain.plan.report.plan_sheet import search_table
     from jtrain.plan.search import meshes, search
+    from jtrain.plan.single_changes import refine
     from jtrain.plan.staged_search import search_with_stages
     from jtrain.report.terminal import print_blocks
 
@@ -206,6 +220,9 @@ def search_command(
         staged = search_with_stages(task, points)
         # The first criterion is speed, memory decides between equals.
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
+    # With what the search leaves out: overlaps, groups, schedules, axes that are seldom worth a look.
+    if args.search and points and (refined := refine(task, points[0])) is not points[0]:
+        points = [refined, *points]
     if not points:
         raise no_point(task, None if args.search else run.mesh)
     compiled_by_index, best_index = confirm(args, run, task, points, console) if args.compile else ({}, 0)
@@ -290,7 +307,8 @@ def execute(args: Args) -> int:
     )
     console = new_console()
     compiled = None
-    if args.search or run.layout.auto:
+    is_given = not (args.search or run.layout.auto)
+    if not is_given:
         point, compiled = search_command(args, run, task, console, values)
         # The search has its own notes about the mesh.
         notes = []
@@ -302,7 +320,7 @@ def execute(args: Args) -> int:
     # The run's config.txt has the mesh and layout as they were chosen, and the model as it was asked for.
     model_values = {path: text for path, text in values.items() if path.startswith("model.")}
     planned = tree.parse(tree.flat(run_config)) | model_values
-    sheet = sheet_of(args, run, task, point, compiled, planned)
+    sheet = sheet_of(args, run, task, point, compiled, planned, is_given=is_given)
     assumptions_line = assume.of(
         machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute"
     )

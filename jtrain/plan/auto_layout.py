@@ -21,6 +21,7 @@ from jtrain.config.resume import config_from_text
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
 from jtrain.layout.layout import VOCABULARY_AXES
+from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.precision import itemsize
 from jtrain.model.ops import best_chunk
@@ -230,15 +231,18 @@ def _earlier_settings(
 def _settings_text(settings: dict[str, object]) -> str:
     """Settings as text, such as `layout.remat=full`, without those of the mesh.
 
-    Of more than three, offloads of nothing, an empty `layout.remat_save` and no limit are left out.
+    Of more than three, those that a layout has anyway are left out, but for what every layout is asked about.
     """
     visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
     # Few settings are those that the config left open: each is shown, whatever was chosen.
     if len(visible) > 3:
-        may_be_idle = ("layout.remat_save", "layout.offload.", "layout.microbatch_tokens")
+        asked, defaults = (
+            ("layout.zero_stage", "layout.remat", "layout.microbatches"),
+            layout_settings(LayoutSpec()),
+        )
         visible = {
             path: value
             for path, value in visible.items()
-            if not (path.startswith(may_be_idle) and value in ("none", (), "device", None))
+            if path in asked or value != defaults.get(path, value)
         }
     return " ".join(f"{path}={value}" for path, value in visible.items())

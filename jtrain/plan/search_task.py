@@ -102,7 +102,9 @@ class Point:
         settings: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
         # Only a pipelined layout has a schedule to report.
         if (pipeline := self.job.layout.pipeline) is not None:
-            settings |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
+            settings |= {
+                f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks", "gather")
+            }
         return settings | layout_settings(self.spec)
 
 

@@ -49,7 +49,13 @@ class FittingSettings:
 
 def set_options(settings: Iterable[tuple[str, object]]) -> str:
     """The `--set` options that select these values."""
-    return " ".join(f"--set {shlex.quote(f'{path}={value}')}" for path, value in settings)
+    return " ".join(f"--set {shell_word(f'{path}={value}')}" for path, value in settings)
+
+
+def shell_word(text: str) -> str:
+    """`text` as a word of a shell: in double quotes where it has single ones, which `shlex.quote` would nest."""
+    # What a shell reads inside double quotes.
+    return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def settings_of(layout: Layout, global_batch: int) -> dict[str, object]:

@@ -29,10 +29,16 @@ REMATS: tuple[tuple[str, ...] | None, ...] = (
 opposite."""
 
 
+_CHOSEN = (
+    *("zero_stage", "remat", "remat_save", "microbatches", "microbatch_tokens"),
+    *("tensor_overlap", "sequence_groups", "mlp_chunk", "context_attention"),
+)
+"""Fields of the layout that a search decides, beside those of its offload."""
+
+
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
-    names = ("zero_stage", "remat", "remat_save", "microbatches", "microbatch_tokens")
-    settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
+    settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in _CHOSEN}
     return settings | {
         f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")
     }

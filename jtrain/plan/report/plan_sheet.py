@@ -19,6 +19,8 @@ from jtrain.plan.estimate.step_time import Cost, StepTime
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import collective_table, memory_table, mesh_line
 from jtrain.plan.search_task import Point, SearchTask
+from jtrain.plan.single_changes import FASTER
+from jtrain.plan.smaller_settings import set_options
 from jtrain.report.charts import coloured
 from jtrain.report.number_formats import gib, seconds, share
 from jtrain.report.page import Title
@@ -58,6 +60,7 @@ class Sheet:
     """Everything known about one config on one machine.
 
     uptime: what `goodput` was computed from; None if it was given.
+    faster: layouts with one setting changed that are faster, the fastest first; None where they were not asked for.
     """
 
     config: str
@@ -70,6 +73,7 @@ class Sheet:
     uptime: Uptime | None = None
     compiled: CompiledStep | None = None
     measured: RunMeasurements | None = None
+    faster: tuple[Point, ...] | None = None
 
     @property
     def machine(self) -> Machine:
@@ -155,10 +159,42 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime),
         },
     }
+    if sheet.faster is not None:
+        document["faster"] = [
+            {
+                "settings": changed_settings(sheet, point),
+                "step_s": point.step_s,
+                "peak_bytes": point.plan.total_bytes,
+            }
+            for point in sheet.faster
+        ]
     # The key exists only where a run was measured.
     if measured is not None:
         document["measured"] = dataclasses.asdict(measured)
     return document
+
+
+def changed_settings(sheet: Sheet, point: Point) -> dict[str, object]:
+    """Config path -> value of what a layout has otherwise than that of the sheet."""
+    given = Point(sheet.job, sheet.plan, None).settings
+    return {path: value for path, value in point.settings.items() if given.get(path) != value}
+
+
+def faster_line(sheet: Sheet) -> str | None:
+    """How far the layout is from the best with one setting changed; None where that was not asked for."""
+    if sheet.faster is None:
+        return None
+    if not sheet.faster:
+        return f"no single change of its layout is predicted to be {FASTER:.0%} faster"
+    point = sheet.faster[0]
+    share, memory_share = (
+        sheet.timed.step_s / point.step_s - 1,
+        point.plan.total_bytes / sheet.machine.hbm_bytes,
+    )
+    return (
+        f"{share:.0%} slower than with {set_options(changed_settings(sheet, point).items())}: "
+        f"{sheet.job.tokens / point.step_s:,.0f} tokens/s, {memory_share:.0%} of the memory"
+    )
 
 
 def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
@@ -177,7 +213,8 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
     lines = _waits_line(sheet, facts.value("step.compiled_waits_s")), largest, *_cost_lines(sheet)
     counted = f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"
     title = Title(f"{sheet.config} on {sheet.machine}: {subtitle(sheet)}")
-    print_blocks([title, *notes, *tables, *lines, counted], console)
+    advice = [] if (line := faster_line(sheet)) is None else [line]
+    print_blocks([title, *advice, *notes, *tables, *lines, counted], console)
 
 
 def subtitle(sheet: Sheet) -> str:
