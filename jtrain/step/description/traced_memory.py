@@ -208,10 +208,12 @@ def _moments(
 
 
 def _elements_of_adapters(sizes: LabelledSizes) -> set[int]:
-    """Elements of one layer's matrices of an adapter on a device, gathered from ZeRO's shards."""
+    """Elements of one layer's matrices of an adapter on a device, gathered from ZeRO's shards; without those of
+    experts, whose gradients wait as others do.
+    """
     mesh, counts = sizes.layout.mesh.shape, set[int]()
     for p in sizes.layout.params:
-        if p.info.is_adapter:
+        if p.info.is_adapter and not p.info.is_experts:
             shape = local_shape(p.spec(zero_sharded=False), p.info.shape, mesh)
             counts.add(math.prod(shape[p.info.is_stacked :]))
     return counts
