@@ -211,8 +211,7 @@ def validate(run: Run) -> None:
     # Checks that heads, widths and vocabulary split over the mesh,
     # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
-    is_ring = run.mesh.context > 1 and run.layout.context_attention == "ring"
-    check_blocks(run.model.blocks, sequence_groups=run.layout.sequence_groups, is_ring=is_ring)
+    check_blocks(run.model.blocks, run.layout, run.mesh)
     if run.model.embedding_norm:
         check_embedding_norm(run.mesh.stage)
     offloaded_names(layout)

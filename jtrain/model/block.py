@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.errors import UserError
+from jtrain.layout.layout_spec import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
@@ -233,18 +235,16 @@ def check_router_losses(blocks: Sequence[BlockSpec]) -> None:
             )
 
 
-def check_blocks(blocks: Sequence[BlockSpec], *, sequence_groups: int, is_ring: bool) -> None:
+def check_blocks(blocks: Sequence[BlockSpec], layout: LayoutSpec, mesh: MeshSpec) -> None:
     """Refuses blocks that a layout does not compute.
-
-    Args:
-      is_ring: True if attention goes round a ring of devices.
 
     Raises:
       UserError: names the option, the block's field and the way out.
     """
+    is_ring = mesh.context > 1 and layout.context_attention == "ring"
     for block in dict.fromkeys(blocks):
-        if sequence_groups > 1:
-            check_groups(block, sequence_groups)
+        if layout.sequence_groups > 1:
+            check_groups(block, layout.sequence_groups)
         # Mixers that stand beside each other are checked one by one.
         mixers = getattr(block.mixer, "mixers", (block.mixer,))
         windows = (getattr(mixer, "window", None) for mixer in mixers)

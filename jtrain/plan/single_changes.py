@@ -11,20 +11,17 @@ from collections.abc import Iterator
 
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import AXES, MeshSpec
-from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.block import check_blocks
-from jtrain.model.forward_placement import SAVEABLE
 from jtrain.optim import check_layout
 from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors
 from jtrain.plan.search_task import Point, SearchTask, estimate_job, fits, with_step_time
-from jtrain.step.layout_choices import EVERY, REMATS, with_remat, with_shares
+from jtrain.step.layout_choices import changes_of_one
 
 FASTER = 0.01
 """Share of a step by which a change must be faster to be worth a line, or a step of the search."""
 
-_MAX_GROUPS = 4
 _MAX_CHUNKS = 4
 _MAX_STEPS = 20
 """Changes after which the search ends for certain."""
@@ -57,8 +54,7 @@ def _estimated(
     try:
         layout = point.job.layout.relaid(spec, mesh, pipeline)
         job = dataclasses.replace(point.job, layout=layout)
-        is_ring = mesh.context > 1 and spec.context_attention == "ring"
-        check_blocks(job.model.blocks, sequence_groups=spec.sequence_groups, is_ring=is_ring)
+        check_blocks(job.model.blocks, spec, mesh)
         check_layout(job.optimizer, layout)
         return estimate_job(task, job, timed=False)
     except ValueError:
@@ -67,40 +63,15 @@ def _estimated(
 
 def _changes(task: SearchTask, point: Point) -> Iterator[tuple[LayoutSpec, MeshSpec, PipelineSpec]]:
     spec, mesh, pipeline = point.spec, point.mesh, point.job.layout.pipeline_spec
-    for changed_spec in dict.fromkeys(_spec_changes(task, point)):
-        if changed_spec != spec:
-            yield changed_spec, mesh, pipeline
+    # Of a device, over all microbatches.
+    rows = point.job.global_batch // mesh.batch_shards
+    for changed_spec in changes_of_one(spec, mesh, rows=rows, asked=task.config_spec):
+        yield changed_spec, mesh, pipeline
     if mesh.stage > 1:
         for changed_pipeline in _pipeline_changes(pipeline):
             yield spec, mesh, changed_pipeline
     for changed_mesh in _mesh_changes(mesh):
         yield spec, changed_mesh, pipeline
-
-
-def _spec_changes(task: SearchTask, point: Point) -> Iterator[LayoutSpec]:
-    spec, mesh = point.spec, point.mesh
-    # An overlap hides what a chunk of positions would not: the two exclude each other.
-    free = dataclasses.replace(spec, mlp_chunk=None)
-    yield free
-    kept = SAVEABLE if spec.remat == "none" else spec.remat_save
-    # One name more, or one less.
-    one_other = [tuple(n for n in SAVEABLE if (n in kept) != (n == name)) for name in SAVEABLE]
-    for names in (*REMATS, *one_other):
-        yield with_remat(free if names is None or {"mlp_gate", "mlp_up"} & {*names} else spec, names)
-    if mesh.zero_shards > 1:
-        yield from (dataclasses.replace(spec, zero_stage=stage) for stage in EVERY)
-    rows = point.job.global_batch // mesh.batch_shards
-    yield from (dataclasses.replace(spec, microbatches=count) for count in divisors(rows))
-    if mesh.tensor > 1:
-        yield dataclasses.replace(free, tensor_overlap=not spec.tensor_overlap, sequence_groups=1)
-        groups = (n for n in divisors(max(rows // spec.microbatches, 1)) if n <= _MAX_GROUPS)
-        yield from (dataclasses.replace(free, tensor_overlap=False, sequence_groups=n) for n in groups)
-    if mesh.context > 1:
-        other = "ring" if spec.context_attention == "ulysses" else "ulysses"
-        yield dataclasses.replace(spec, context_attention=other)
-    for name in OFFLOADABLE:
-        if spec.offload.share(name) > 0:
-            yield with_shares(spec, task.config_spec, {name: 0.0})
 
 
 def _pipeline_changes(pipeline: PipelineSpec) -> Iterator[PipelineSpec]:

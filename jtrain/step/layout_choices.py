@@ -111,6 +111,49 @@ def with_remat(spec: LayoutSpec, names: tuple[str, ...] | None) -> LayoutSpec:
     return dataclasses.replace(spec, remat=remat, remat_save=names or ())
 
 
+_MAX_GROUPS = 4
+
+
+def changes_of_one(spec: LayoutSpec, mesh: MeshSpec, *, rows: int, asked: LayoutSpec) -> Iterator[LayoutSpec]:
+    """Yields layouts that differ from `spec` in one setting, and in those that it excludes.
+
+    Args:
+      rows: sequences of a device in a step.
+      asked: of the config; it says how host memory is used.
+    """
+    found = {spec}
+    for changed in _changes(spec, mesh, rows, asked):
+        if changed not in found:
+            found.add(changed)
+            yield changed
+
+
+def _changes(spec: LayoutSpec, mesh: MeshSpec, rows: int, asked: LayoutSpec) -> Iterator[LayoutSpec]:
+    # Chunks of positions exclude what keeps the hidden units of all, and overlaps over `tensor`.
+    whole = dataclasses.replace(spec, mlp_chunk=None)
+    yield whole
+    kept = SAVEABLE if spec.remat == "none" else spec.remat_save
+    # One name more, or one less.
+    one_other = [tuple(n for n in SAVEABLE if (n in kept) != (n == name)) for name in SAVEABLE]
+    for names in (*REMATS, *one_other):
+        keeps_hidden = names is None or any(name.startswith("mlp") for name in names)
+        yield with_remat(whole if keeps_hidden else spec, names)
+    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+    yield from (dataclasses.replace(spec, microbatches=count) for count in divisors)
+    if mesh.zero_shards > 1:
+        yield from (dataclasses.replace(spec, zero_stage=stage) for stage in EVERY)
+    if mesh.tensor > 1:
+        yield dataclasses.replace(whole, tensor_overlap=not spec.tensor_overlap, sequence_groups=1)
+        rows_at_once = rows // spec.microbatches
+        groups = [n for n in range(1, _MAX_GROUPS + 1) if rows_at_once and rows_at_once % n == 0]
+        yield from (dataclasses.replace(whole, tensor_overlap=False, sequence_groups=n) for n in groups)
+    if mesh.context > 1:
+        yield dataclasses.replace(spec, context_attention="ring")
+        yield dataclasses.replace(spec, context_attention="ulysses")
+    shares = host_shares(spec)
+    yield from (with_shares(spec, asked, {name: 0.0}) for name in shares)
+
+
 def frugal(spec: LayoutSpec, mesh: MeshSpec) -> LayoutSpec:
     """`spec` with all that can be sharded on a mesh, and layers that keep their input only."""
     # Without devices to shard over, a higher stage changes nothing.

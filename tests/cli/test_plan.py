@@ -68,7 +68,7 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert part in text, part
 
     found = json.loads(file.read_text())
-    assert list(found) == ["config", "device", "count", "formula", "compiler", "step", "cost"]
+    assert list(found) == ["config", "device", "count", "formula", "compiler", "step", "cost", "faster"]
     assert (found["config"], found["device"], found["count"], found["compiler"]) == ("tiny", "h200", 8, None)
     run_config = load_config("tiny")
     for_devices(run_config, 8)

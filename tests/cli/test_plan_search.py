@@ -17,9 +17,7 @@ from tests.cli.test_plan import TINY, compiled_sheet
 def test_a_search_offers_a_command_that_launches(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is a config that builds, on all the devices, and not what the config says anyway."""
     assert main([*TINY, "--search"]) == 0
-    line = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("jtrain launch")
-    )
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("jtrain launch"))
     words = shlex.split(line)
     assert words[:3] == ["jtrain", "launch", "--config=tiny"]
     sets = [word for before, word in itertools.pairwise(words) if before == "--set"]
@@ -120,9 +118,7 @@ def test_a_search_finds_the_mesh_whatever_the_config_says(capsys: pytest.Capture
     sets = ("mesh.tensor=8", "mesh.data=1", "layout.auto=True", *offload)
     options = [word for one in sets for word in ("--set", one)]
     assert main(["--config=llama1b", "--device", "h200", "--count", "4", "--search", *options]) == 0
-    command = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("jtrain launch")
-    )
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("jtrain launch"))
     chosen = [word for word in shlex.split(command) if "=" in word]
     run = build_run(load_config("llama1b", (), [word for word in chosen if not word.startswith("--config")]))
     assert run.mesh.size == 4

@@ -131,8 +131,7 @@ def drawn(task: SearchTask, point: Point, rng: random.Random) -> Point | None:
                 chunks = rng.choice((2, 3, 4)) if name == "interleaved" else 1
                 pipeline = PipelineSpec(name, chunks, rng.choice(("tick", "step")))
         layout = point.job.layout.relaid(spec, mesh, pipeline)
-        is_ring = mesh.context > 1 and spec.context_attention == "ring"
-        check_blocks(point.job.model.blocks, sequence_groups=spec.sequence_groups, is_ring=is_ring)
+        check_blocks(point.job.model.blocks, spec, mesh)
         changed = estimate_job(task, dataclasses.replace(point.job, layout=layout), timed=True)
     except ValueError:
         return None
