@@ -56,7 +56,7 @@ MACHINES = [
     ("llama1b", "h100", 8),
     ("llama8b", "h200", 8),
     ("llama8b", "h100", 16),
-    ("llama8b", "a100_80gb", 32),
+    ("llama8b", "a100", 32),
     ("llama8b", "v5p", 128),
     ("llama8b", "v6e", 256),
     ("llama8b", "b200", 64),
