@@ -391,8 +391,8 @@ def test_labels_are_the_sizes_of_the_layout() -> None:
 
 @pytest.mark.parametrize("context", [8, 64])
 def test_turns_of_a_ring_are_taken_for_no_label(context: int) -> None:
-    """Calls of attention off the diagonal are one a layer and turn; 7 of 8 and 2 x 31 of 64 devices were once taken for
-    primes of other sizes.
+    """Calls of attention off the diagonal are one a layer and turn; of 64 devices the 62 were once taken for twice
+    a prime that is a label.
     """
     job = dataclasses.replace(job_of(dict(context=2), zero_stage=3), seq_len=256)
     job = job.relaid(job.layout.spec, dataclasses.replace(job.layout.mesh, context=context))

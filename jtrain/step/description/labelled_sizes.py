@@ -232,7 +232,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     # mistake them for it.
     fixed_factors = (
         layout_class.context
-        # Turns of a ring, and those of its loop: 63 and 2 x 31 with context=64.
+        # Turns of a ring, and those of its loop: 63 and 62 with context=64.
         * max(1, layout_class.context - 1)
         * max(1, layout_class.context - 2)
         * (1 if layout_class.labels_shared else layout_class.shared)
