@@ -98,6 +98,24 @@ def with_base(layout: Layout, state: TrainState, base: Params) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
+def place_params(infos: tuple[ParamInfo, ...], likes: Params, arrays: Params) -> Params:
+    """Puts whole arrays, layers in the model's order, where a state has them.
+
+    Args:
+      infos: parameters as the layout places them.
+      likes: shapes, dtypes and shardings of the state's parameters.
+    """
+
+    def place(info: ParamInfo, like: jax.ShapeDtypeStruct, value: np.ndarray) -> Array:
+        if info.layer_order is not None:
+            # -1, an identity layer, is the row of zeros behind the last.
+            value = np.concatenate([value, np.zeros_like(value[:1])])[list(info.layer_order)]
+        value = value.astype(like.dtype)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: value[index])
+
+    return map_params(place, infos, likes, arrays)
+
+
 def _for_each_array(layout: Layout, fn: Callable[[ParamLayout], Any], params: Params) -> Params:
     """`fn` of each parameter's layout in place of each of its arrays: a matrix in blocks has two."""
     return jax.tree.map(

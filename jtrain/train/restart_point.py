@@ -14,12 +14,11 @@ from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.restoring import Restored
 from jtrain.config.trained_params import check_base, read_base
 from jtrain.hf.peft_folders import read_adapter
-from jtrain.layout.dims import ParamInfo
 from jtrain.model.adapters.base_hash import hash_base
 from jtrain.model.param import Params, map_params, merge_trees
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState
-from jtrain.step.state import TrainState, abstract_state, init_state, with_base, without_base
+from jtrain.step.state import TrainState, abstract_state, init_state, place_params, with_base, without_base
 from jtrain.train.setup import Setup
 
 
@@ -121,15 +120,7 @@ class RestartPoint:
         assert run.adapter is not None
         arrays = read_adapter(folder, run.model, run.adapter)
         infos = tuple(p.info for p in self.setup.job.layout.params if p.info.is_adapter)
-
-        def place(info: ParamInfo, like: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
-            if info.layer_order is not None:
-                # -1, an identity layer, is the row of zeros behind the last.
-                value = np.concatenate([value, np.zeros_like(value[:1])])[list(info.layer_order)]
-            value = value.astype(like.dtype)
-            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: value[index])
-
-        return map_params(place, infos, likes, arrays)
+        return place_params(infos, likes, arrays)
 
     def _hash(self, params: Params) -> np.ndarray:
         return hash_base(tuple(p.info for p in self.setup.job.layout.params), params)

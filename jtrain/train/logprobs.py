@@ -1,0 +1,258 @@
+"""Log-probabilities of given tokens on any layout: `jtrain.logprobs`.
+
+Every call computes batches of one shape, so a model is compiled once, and a sequence has the same bits whatever
+else is in the call: its row and its neighbours enter no sum of its own, and where it begins in a row is a multiple
+of the power of two that holds it, so that the terms of its sums are grouped alike. Where a row is split over
+`context`, a sequence lies within one piece of it, or alone in a row.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int
+
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.config import tree
+from jtrain.config.devices import resolve_mesh
+from jtrain.config.resume import config_from_text, open_checkpoint
+from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.trained_params import read_params
+from jtrain.data import put_batch
+from jtrain.data.constructor.context_order import context_order
+from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import make_mesh
+from jtrain.model.param import Params
+from jtrain.model.transformer import Transformer
+from jtrain.plan.auto_layout import choose_layout
+from jtrain.plan.from_run import make_optimizer
+from jtrain.runtime.stores import workdir_path
+from jtrain.step.state import abstract_state, place_params
+from jtrain.step.train_step import make_eval_step
+
+_LEAST_SLOT = 64
+"""Tokens of the smallest piece of a row that a sequence takes: fewer would pack more, and move vectors of a CPU."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedModel:
+    """A model with its parameters on a mesh, and the shape of the batches that `logprobs` computes with it.
+
+    params: as `TrainState.params` has them in this layout; another step's are put in by `dataclasses.replace`,
+      which compiles nothing anew.
+    rows, seq_len: sequences of a batch over all devices, and tokens of each.
+    """
+
+    model: Transformer
+    params: Params
+    layout: Layout
+    mesh: Mesh
+    rows: int
+    seq_len: int
+
+
+def logprobs(
+    model: str | Path | PlacedModel,
+    tokens: Sequence[Any] | np.ndarray,
+    segments: np.ndarray | None = None,
+    *,
+    step: int | None = None,
+    sets: Sequence[str] = (),
+) -> list[Float32[np.ndarray, " n"]]:
+    """Returns the log-probability of each token of some sequences, given those before it, in nats below 0.
+
+    A sequence of n tokens has n - 1 of them: number i is that of token i + 1. In a process for each host, all
+    give the same tokens and get all results.
+
+    Example:
+      >>> jtrain.logprobs("runs/tiny", [[100, 101, 102], [100, 101]])
+      [array([-2.1, -1.9], dtype=float32), array([-2.1], dtype=float32)]
+
+    Args:
+      model: folder of a run, whose newest checkpoint is read in the run's own layout, with as many devices along
+        `data` as are here, and an adapter merged; or a model that is placed already.
+      tokens: ids of each sequence; with `segments` rows of several sequences, [B, L].
+      segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are in the order of
+        rows, and of numbers within a row.
+      step: checkpoint of a folder; None for the newest.
+      sets: `PATH=VALUE` each, fields of a folder's run that differ, such as `mesh.tensor=2`, `data.seq_len=4096`
+        or `data.global_batch=64`, the rows of a batch.
+
+    Raises:
+      FileError: the folder has no checkpoint.
+      UserError: a sequence is longer than a row, or has an id that the model has not.
+    """
+    if not isinstance(model, PlacedModel):
+        model = read_placed(model, step, sets)
+    sequences = _sequences(tokens, segments)
+    _check(sequences, vocab_size=model.model.vocab_size, seq_len=model.seq_len)
+    context = model.layout.mesh.context
+    places = place_sequences([len(ids) for ids in sequences], seq_len=model.seq_len, context=context)
+    order_L = context_order(model.seq_len, context, model.layout.context_order)
+    eval_step = _eval_step(model.model, model.layout, model.mesh)
+    num_rows = max((place.row for place in places), default=-1) + 1
+    results = [np.zeros(max(0, len(ids) - 1), np.float32) for ids in sequences]
+    nats_by_batch = [
+        # All are dispatched before the first is read.
+        eval_step(model.params, put_batch(batch, model.mesh))
+        for first_row in range(0, num_rows, model.rows)
+        for batch in (_batch(sequences, places, first_row, model.rows, model.seq_len, order_L),)
+    ]
+    column_L = np.argsort(order_L)
+    for number, nats in enumerate(nats_by_batch):
+        nats_BL = np.asarray(jax.device_get(nats))[:, column_L]
+        for result, place in zip(results, places, strict=True):
+            if place.row // model.rows == number:
+                row_nats = nats_BL[place.row % model.rows]
+                result[:] = -row_nats[place.start : place.start + len(result)]
+    return results
+
+
+def read_placed(workdir: str | Path, step: int | None = None, sets: Sequence[str] = ()) -> PlacedModel:
+    """Reads the parameters of a checkpoint into the layout of its run on the devices that are here.
+
+    Args:
+      step, sets: as of `logprobs`.
+
+    Raises:
+      FileError: there is no checkpoint.
+      UserError: the layout needs other devices.
+    """
+    path = workdir_path(str(workdir))
+    with Checkpoints(path, CheckpointSpec()) as checkpoints:
+        step, trained = open_checkpoint(checkpoints, step)
+        config = config_from_text(checkpoints.config_text(step))
+    config.mesh.data = "auto"
+    for text in sets:
+        tree.set_path(config, text)
+    devices, _ = resolve_mesh(config, jax.devices())
+    choose_layout(config, devices=devices, workdir=None)
+    run = build_run(config)
+    mesh = make_mesh(run.mesh, devices)
+    plain = dataclasses.replace(run, adapter=None)
+    layout = run_layout(plain)
+    likes = abstract_state(layout, make_optimizer(plain), mesh).params
+    with Checkpoints(path, CheckpointSpec(), layer_order=layout.layer_order) as checkpoints:
+        if run.adapter is None:
+            params = checkpoints.restore_part(step, {"params": likes})["params"]
+            return PlacedModel(run.model, params, layout, mesh, *_shape(run))
+    with Checkpoints(path, CheckpointSpec()) as checkpoints:
+        merged = read_params(checkpoints, step, trained, lambda _: run.precision.param_dtype)
+    arrays = jax.tree.map(np.asarray, merged)
+    infos = tuple(p.info for p in layout.params)
+    return PlacedModel(run.model, place_params(infos, likes, arrays), layout, mesh, *_shape(run))
+
+
+class SequencePlace(NamedTuple):
+    """Where a sequence lies: its first token is column `start` of row `row`, counted over all batches."""
+
+    row: int
+    start: int
+
+
+def place_sequences(lengths: Sequence[int], *, seq_len: int, context: int) -> list[SequencePlace]:
+    """Returns the place of each sequence in rows of `seq_len` tokens, the longest first.
+
+    A sequence takes a power of two of tokens, and begins at a multiple of it. Example, rows of 256: lengths 100,
+    60, 130 and 20 take 128, 64, 256 and 64 tokens, so the third is alone in row 0, and the others are in row 1, at
+    0, 128 and 192.
+
+    Args:
+      context: devices that share a row, each an early and a late piece of it.
+    """
+    piece = seq_len if context == 1 else seq_len // (2 * context)
+
+    def slot_of(length: int) -> int:
+        slot = max(_LEAST_SLOT, 1 << max(0, length - 1).bit_length())
+        # A row's pieces lie on different devices, each from a multiple of a piece on.
+        fits = slot <= piece and (context == 1 or piece % slot == 0)
+        return slot if fits else seq_len
+
+    slots = [slot_of(length) for length in lengths]
+    places: dict[int, SequencePlace] = {}
+    row, start = 0, 0
+    # From the longest on: then every place is a multiple of the slots that follow.
+    for index in sorted(range(len(lengths)), key=lambda index: -slots[index]):
+        slot = slots[index]
+        size = seq_len if slot == seq_len else piece
+        if start % size + slot > size:
+            # The rest of this piece is too short.
+            start += size - start % size
+        if start + slot > seq_len:
+            row, start = row + 1, 0
+        places[index] = SequencePlace(row, start)
+        start += slot
+    return [places[index] for index in range(len(lengths))]
+
+
+def _shape(run: Run) -> tuple[int, int]:
+    return run.data.global_batch, run.data.seq_len
+
+
+@functools.lru_cache(maxsize=8)
+def _eval_step(
+    model: Transformer, layout: Layout, mesh: Mesh
+) -> Callable[[Params, Batch], Float[Array, "B L"]]:
+    """The compiled step of a model, kept from call to call."""
+    return make_eval_step(model, layout, mesh)
+
+
+def _sequences(tokens: Any, segments: np.ndarray | None) -> list[Int[np.ndarray, " n"]]:
+    if segments is None:
+        return [np.asarray(ids, np.int64).reshape(-1) for ids in tokens]
+    token_BL, segment_BL = np.asarray(tokens, np.int64), np.asarray(segments)
+    if token_BL.shape != segment_BL.shape or token_BL.ndim != 2:
+        raise UserError(
+            f"segments has shape {list(segment_BL.shape)}, and tokens {list(token_BL.shape)}: both have a number for "
+            "each token of each row."
+        )
+    return [
+        row[numbers == number]
+        for row, numbers in zip(token_BL, segment_BL, strict=True)
+        for number in np.unique(numbers[numbers > 0])
+    ]
+
+
+def _check(sequences: Sequence[np.ndarray], *, vocab_size: int, seq_len: int) -> None:
+    for index, ids in enumerate(sequences):
+        if len(ids) > seq_len:
+            raise UserError(
+                f"sequence {index} has {len(ids):,} tokens, and a row has data.seq_len={seq_len:,}. Give shorter ones, "
+                f"or rows of {len(ids):,} or more: sets=['data.seq_len=...'], or PlacedModel.seq_len."
+            )
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            wrong_id = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise UserError(
+                f"sequence {index} has the id {wrong_id}, and the model has ids from 0 to {vocab_size - 1} "
+                f"(model.vocab_size={vocab_size})."
+            )
+
+
+def _batch(
+    sequences: Sequence[np.ndarray],
+    places: Sequence[SequencePlace],
+    first_row: int,
+    rows: int,
+    seq_len: int,
+    order_L: Int[np.ndarray, " L"],
+) -> Batch:
+    """Rows `first_row` to `first_row + rows - 1`, their columns in the order of `context`."""
+    token_BL, position_BL, segment_BL = (np.zeros((rows, seq_len), np.int32) for _ in range(3))
+    target_BL = np.full((rows, seq_len), IGNORE, np.int32)
+    for ids, place in zip(sequences, places, strict=True):
+        row = place.row - first_row
+        if 0 <= row < rows:
+            columns = slice(place.start, place.start + len(ids))
+            token_BL[row, columns], position_BL[row, columns] = ids, np.arange(len(ids))
+            # Segments ascend along a row, and are the same for a place whatever lies before it.
+            segment_BL[row, columns] = 1 + place.start // _LEAST_SLOT
+            target_BL[row, place.start : place.start + max(0, len(ids) - 1)] = ids[1:]
+    return Batch(*(array[:, order_L] for array in (token_BL, target_BL, position_BL, segment_BL)))
