@@ -1,5 +1,5 @@
-"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo` and `profile`. A config file may define its own
-by these names.
+"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo`, `stream` and `profile`. A config file may
+define its own by these names.
 """
 
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import fiddle as fdl
 
 from jtrain.config.run import Run
+from jtrain.config.weight_stream_spec import WeightStreamSpec
 from jtrain.model.adapters.lora import LoRA
 from jtrain.step.objective import DPO
 
@@ -102,6 +103,11 @@ def lora(run: fdl.Config[Run]) -> None:
 def dpo(run: fdl.Config[Run]) -> None:
     """Learns from preference pairs, against the model without its adapter."""
     run.objective = fdl.Config(DPO)
+
+
+def stream(run: fdl.Config[Run]) -> None:
+    """Writes the weights into a folder of the workdir every 100 steps, by the names of Hugging Face files."""
+    run.weight_stream = fdl.Config(WeightStreamSpec)
 
 
 def profile(run: fdl.Config[Run]) -> None:

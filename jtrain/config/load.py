@@ -206,7 +206,14 @@ def _call(module: types.ModuleType, name: str, role: str, num_arguments: int, *a
         # A config's own fiddler of the same name comes first.
         functions |= {
             fiddler.__name__: fiddler
-            for fiddler in (shared.debug, shared.small, shared.lora, shared.dpo, shared.profile)
+            for fiddler in (
+                shared.debug,
+                shared.small,
+                shared.lora,
+                shared.dpo,
+                shared.stream,
+                shared.profile,
+            )
             if fiddler.__name__ not in functions
         }
     if name not in functions:

@@ -62,6 +62,7 @@ MAY_CHANGE_ON_RESUME = {
     "integrity.": "checks the numbers, changes none",
     "supervise.": "changes when a run is ended and restarted, not what it computes",
     "alerts.": "changes who is told, not what a run computes",
+    "weight_stream": "changes what a run writes, not what it computes",
     "callbacks": "callbacks watch a run and do not change it",
 }
 """Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run,

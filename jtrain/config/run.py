@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.integrity_spec import IntegritySpec
+from jtrain.config.weight_stream_spec import WeightStreamSpec
 from jtrain.data import PackedText, Source
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
@@ -97,6 +98,7 @@ class Run:
       them add in any order; `auto` leaves XLA's default, or what XLA_FLAGS says.
     kernels: implementations of ops that replace the registry's choice: (("attention", "cudnn"),).
     adapter: trains matrices of low rank beside those of `model`, which are frozen; None trains all of it.
+    weight_stream: sends the weights to readers while the run trains; None for nobody.
     callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or
       `path/to/file.py:name`.
     """
@@ -122,6 +124,7 @@ class Run:
     integrity: IntegritySpec = dataclasses.field(default_factory=IntegritySpec)
     supervise: SuperviseSpec = dataclasses.field(default_factory=SuperviseSpec)
     alerts: AlertsSpec = dataclasses.field(default_factory=AlertsSpec)
+    weight_stream: WeightStreamSpec | None = None
     callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -237,6 +240,7 @@ def validate(run: Run) -> None:
             "data.eval_fraction above 0, or eval.sets."
         )
     check_preferences(run)
+    check_weight_stream(run)
     run.profile.check_length(run.num_steps)
 
 
@@ -279,6 +283,18 @@ def check_preferences(run: Run) -> None:
         raise UserError(
             f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared are of one "
             "number format. Set precision.matmul_dtype=compute."
+        )
+
+
+def check_weight_stream(run: Run) -> None:
+    """Refuses a stream of an adapter where there is none, or where more is trained than a folder of peft holds."""
+    if run.weight_stream is None or not run.weight_stream.only_adapter:
+        return
+    if run.adapter is None or run.adapter.train:
+        trained = "adapter=None" if run.adapter is None else f"adapter.train={run.adapter.train!r}"
+        raise UserError(
+            f"weight_stream.only_adapter=True sends A and B of an adapter and nothing else, but {trained}. Set "
+            "weight_stream.only_adapter=False, which sends the model."
         )
 
 

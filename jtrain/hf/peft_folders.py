@@ -57,12 +57,8 @@ def write_adapter(
             f"adapter.train={adapter.train} trains whole parameters, which no folder of peft holds beside A and B. "
             "Export the merged model: leave out --adapter."
         )
-    parts = _parts(model, adapter, family)
-    tensors: dict[str, np.ndarray] = {}
-    for name, part in parts.items():
-        tensors[name] = np.empty(part.shape, DTYPES[dtype])
-        ours = np.asarray(at_path(params, part.info.path)[part.index])
-        part.write(ours.astype(DTYPES[dtype]), tensors[name])
+    parts = adapter_parts(model, adapter, family)
+    tensors = adapter_tensors(params, parts, dtype=dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as partial:
         partial.mkdir()
@@ -80,6 +76,16 @@ def write_adapter(
         }
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return [CONFIG, WEIGHTS]
+
+
+def adapter_tensors(params: Params, parts: dict[str, Part], *, dtype: str) -> dict[str, np.ndarray]:
+    """A and B of every target by their names in peft, of whole arrays, the layers in the model's order."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, part in parts.items():
+        tensors[name] = np.empty(part.shape, DTYPES[dtype])
+        ours = np.asarray(at_path(params, part.info.path)[part.index])
+        part.write(ours.astype(DTYPES[dtype]), tensors[name])
+    return tensors
 
 
 def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Family | None = None) -> Params:
@@ -109,7 +115,7 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
         raise UserError(
             f"{folder / CONFIG} is of another adapter than adapter=LoRA(...): {'; '.join(wrong)}."
         )
-    parts, tensors = _parts(model, adapter, family), load_file(folder / WEIGHTS)
+    parts, tensors = adapter_parts(model, adapter, family), load_file(folder / WEIGHTS)
     if parts.keys() != tensors.keys():
         missing, extra = sorted(parts.keys() - tensors.keys()), sorted(tensors.keys() - parts.keys())
         raise UserError(
@@ -128,8 +134,12 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     return map_params(lambda info: arrays[info.path], infos)
 
 
-def _parts(model: Transformer, adapter: LoRA, family: Family | None) -> dict[str, Part]:
-    """Tensors of peft, and the layer or expert of A or B that each holds."""
+def adapter_parts(model: Transformer, adapter: LoRA, family: Family | None) -> dict[str, Part]:
+    """Tensors of peft, and the layer or expert of A or B that each holds.
+
+    Raises:
+      UserError: a target has no module of its own.
+    """
     infos = {info.path: info for info in adapter.infos(model.param_infos())}
     parts: dict[str, Part] = {}
     for name, held in tensors_of(model, family).items():

@@ -20,17 +20,17 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import open_checkpoint
 from jtrain.config.run import Run, build_run, check_vocabulary
-from jtrain.config.trained_params import MergeOnto, base_workdir, read_params, read_trained
-from jtrain.data import make_tokenizer, open_dataset
-from jtrain.data.tokenizer_files import folder_of
+from jtrain.config.trained_params import MergeOnto, read_params, read_trained
+from jtrain.data import open_dataset
 from jtrain.errors import UserError, did_you_mean
 from jtrain.hf.config_file import FUNCTION
-from jtrain.hf.directory import check_empty, write_directory
+from jtrain.hf.directory import check_empty
+from jtrain.hf.files_beside import FilesBeside
 from jtrain.hf.import_stream import ImportedLeaf, dtype_note, leaves_of, write_leaves
 from jtrain.hf.imported_files import ImportedFiles
 from jtrain.hf.mapping import checked_parts
 from jtrain.hf.merge_losses import UNMERGED, merge_losses
-from jtrain.hf.model_config import config_from_model, family_in, model_differences, model_from_config
+from jtrain.hf.model_config import family_in, model_differences, model_from_config
 from jtrain.hf.model_files import GENERATION, open_tensors, read_config, read_json
 from jtrain.hf.peft_folders import write_adapter
 from jtrain.hf.selection import select, text_tensors
@@ -86,14 +86,8 @@ def export(
                     names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
                     print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
                     return
-                base = run.adapter.base if run.adapter else None
-                imported = ImportedFiles.read(
-                    workdir_path(workdir) if base is None else base_workdir(base)[0]
-                )
-                dtype = dtype or imported.dtype or run.precision.param_dtype
-                imported_family = None if family is not None else imported.family_of(run.model)
-                written = _config(run, family or imported_family, dtype)
-                their_config = imported.config_with(written, is_same_model=imported_family is not None)
+                beside = FilesBeside.of(run, workdir_path(workdir), dtype=dtype, family=family)
+                dtype = beside.dtype
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
                 params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype), onto=onto)
                 losses = merge_losses(checkpoints, newest, run, dtype) if with_losses and run.adapter else {}
@@ -102,17 +96,7 @@ def export(
                 # A run that goes on deletes its older checkpoints: then there is a newer one.
                 if step is not None or checkpoints.latest_step() == newest:
                     raise
-    files = write_directory(
-        out,
-        jax.tree.map(np.asarray, params),  # no copy on a CPU
-        run.model,
-        their_config,
-        dtype=dtype,
-        family=family or imported_family,
-        generation=imported.generation,
-        tokenizer_folder=folder_of(run.data.tokenizer),
-        chat_template=_chat_template(run),
-    )
+    files = beside.write_with(jax.tree.map(np.asarray, params), out)  # no copy on a CPU
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
     if run.adapter is not None:
@@ -149,20 +133,6 @@ def _export_adapter(
 def _constant(dtype: str, info: ParamInfo) -> str:
     del info
     return dtype
-
-
-def _config(run: Run, family: Family | None, dtype: str) -> dict[str, Any]:
-    """Contents of config.json for the model of a run."""
-    tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
-    return config_from_model(
-        run.model,
-        dtype=dtype,
-        # The run's own length: a longer one would promise what the model has not learnt.
-        max_seq_len=run.data.seq_len,
-        begin_id=tokenizer.begin_id,
-        end_id=tokenizer.end_id,
-        family=family,
-    )
 
 
 def _family(name: str) -> Family:
@@ -322,18 +292,6 @@ def _first_state(run: Run, scaling: dict[str, Any]) -> TrainState:
     moments = jax.eval_shape(optimizer.init, params)
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, scaling, first_guard())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
-
-
-def _chat_template(run: Run) -> str:
-    """Returns the template that the run's chats were written with; empty if it had none, or several."""
-    sources = {
-        template.exported
-        for setup in run.data.setups(seed=run.seed)
-        if (mask := setup.source.mask_with(setup.tokenizer, setup.end_token, name=setup.name)) is not None
-        if mask.is_chat
-        for template in (mask.rule.template,)
-    }
-    return sources.pop() if len(sources) == 1 else ""
 
 
 def _size(infos: Any) -> str:

@@ -1,10 +1,10 @@
-"""Actions after a step: a save, an evaluation, a copy in local memory.
+"""Actions after a step: an evaluation, weights sent to readers, a copy in local memory, a save.
 
 They follow from numbers alone that are equal in all processes. With `num_steps=10`, a save every 4 steps, an
-evaluation every 5 and a copy every 2, all numbers good:
+evaluation every 5, weights every 6 and a copy every 2, all numbers good:
 
-    step      1  2     3  4     5         6     7  8     9  10
-    actions      copy     save  evaluate  copy     save     evaluate, save
+    step      1  2     3  4     5         6           7  8     9  10
+    actions      copy     save  evaluate  send, copy     save     evaluate, send, save
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ class Actions:
 
     is_last: bool
     evaluate: bool
+    send: bool
     copy: bool
     save: bool
 
     @property
     def read_results(self) -> bool:
         """True if the step's loss and gradient norm must be known to be good first."""
-        return self.evaluate or self.copy or self.save
+        return self.evaluate or self.send or self.copy or self.save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +37,26 @@ class Cadence:
 
     num_steps: length of the run.
     evaluate_first: True to evaluate before the first step of a run as well.
+    send_every_steps: steps between weights that readers get; they get those of the last step too.
     """
 
     num_steps: int
     evaluate_every_steps: int | None
     copy_every_steps: int | None
     evaluate_first: bool = False
+    send_every_steps: int | None = None
 
     @classmethod
     def of(cls, run: Run) -> "Cadence":
         """Returns the cadence of a run."""
-        copy_every_steps = run.checkpoint.local_every_steps
-        return cls(run.num_steps, run.eval.every_steps, copy_every_steps, run.eval.first)
+        stream = run.weight_stream
+        return cls(
+            run.num_steps,
+            run.eval.every_steps,
+            run.checkpoint.local_every_steps,
+            run.eval.first,
+            None if stream is None else stream.every_steps,
+        )
 
     def decide(self, step: int, *, is_save_due: bool, stop_requested: bool, data_ended: bool) -> Actions:
         """Returns the actions after `step`.
@@ -67,6 +76,8 @@ class Cadence:
             is_last=is_last,
             evaluate=self.evaluate_every_steps is not None
             and (is_complete or step % self.evaluate_every_steps == 0),
+            # The last weights of a run are those that its readers go on with.
+            send=self.send_every_steps is not None and (is_complete or step % self.send_every_steps == 0),
             # Not where a save is due: the checkpoint then holds the same state.
             copy=self.copy_every_steps is not None and not save and step % self.copy_every_steps == 0,
             save=save,

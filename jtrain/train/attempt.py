@@ -41,6 +41,7 @@ from jtrain.train.loop import Attempt, Loop
 from jtrain.train.restart_point import RestartPoint
 from jtrain.train.setup import Setup, print_line, set_up
 from jtrain.train.store_mirror import StoreMirror
+from jtrain.train.weight_stream import WeightStream
 
 
 def train(
@@ -129,9 +130,14 @@ def train(
         # Announced as a phase: a hang of the restore is then named as one.
         with callbacks.during("restore", 0):
             restored = restart.newest(local, workdir=workdir, from_scratch=from_scratch)
-        with Metrics(
-            workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
-        ) as metrics:
+        with (
+            Metrics(
+                workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
+            ) as metrics,
+            prepared.weights or contextlib.nullcontext(),
+        ):
+            if prepared.weights is not None:
+                prepared.weights.say = metrics.say
             # Warnings about saves go through the metrics' writer from here on.
             checkpoints.say = metrics.say
             for line in (*history_lines, *restored.messages, *_resume_lines(restored, changes)):
@@ -167,6 +173,7 @@ def train(
                 restart=restart,
                 checkpoints=checkpoints,
                 local=local,
+                weights=prepared.weights,
             )
             loop = Loop(attempt)
             # Closed even if the loop raises: entries that waited
@@ -193,6 +200,7 @@ class Preparation:
     setup: Setup
     changes: list[str]
     user_callbacks: list[Callback]
+    weights: WeightStream | None
 
 
 def prepare(
@@ -214,7 +222,10 @@ def prepare(
     saved_step = max(files.steps(home / "checkpoints"), default=0)
     run.profile.check_steps_to_come(home, saved_step=saved_step, num_steps=run.num_steps)
     setup = set_up(run, jax.devices() if devices is None else devices)
-    return Preparation(setup, changes, load_callbacks(run.callbacks))
+    weights = None
+    if run.weight_stream is not None:
+        weights = WeightStream(run, setup.job.layout, setup.mesh, home, say=print_line)
+    return Preparation(setup, changes, load_callbacks(run.callbacks), weights)
 
 
 def dry_run(

@@ -80,8 +80,8 @@ def logprobs(
       model: folder of a run, whose newest checkpoint is read in the run's own layout, with as many devices along
         `data` as are here, and an adapter merged; or a model that is placed already.
       tokens: ids of each sequence; with `segments` rows of several sequences, [B, L].
-      segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are in the order of
-        rows, and of numbers within a row.
+      segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are in
+        the order of rows, and of numbers within a row.
       step: checkpoint of a folder; None for the newest.
       sets: `PATH=VALUE` each, fields of a folder's run that differ, such as `mesh.tensor=2`, `data.seq_len=4096`
         or `data.global_batch=64`, the rows of a batch.

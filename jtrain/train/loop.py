@@ -40,6 +40,7 @@ from jtrain.train.callbacks import (
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.restart_point import RestartPoint
+from jtrain.train.weight_stream import WeightStream
 
 
 def _phase[**P, R](phase: LoopPhase) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -65,6 +66,7 @@ class Attempt:
     open_batches: opens the batches from a data state (None for the start of the data) and the step that it
       follows.
     local: copies of the state in the hosts' memory; None if the run keeps none.
+    weights: readers of the weights; None if there are none.
     """
 
     context: RunContext
@@ -77,6 +79,7 @@ class Attempt:
     restart: RestartPoint
     checkpoints: Checkpoints
     local: LocalMemory | None
+    weights: WeightStream | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +165,9 @@ class Loop:
             is_in_doubt = bad_steps.in_doubt(self.step)
             if actions.evaluate:
                 self._evaluate(state)
+            # No reader samples from weights that the run may take back.
+            if actions.send and not is_in_doubt:
+                self._send(state, is_last=actions.is_last)
             # No copy while numbers are suspicious: there are two generations, and it replaces the older one.
             if actions.copy and not checkpoints.hold and not is_in_doubt:
                 self._copy(state, batch)
@@ -310,6 +316,13 @@ class Loop:
             split, sets = self.attempt.evaluation(state.params)
             exact = self.attempt.evaluation.answer(state.params, self.attempt.context.workdir, self.step)
         self.attempt.context.metrics.evaluation(self.step, split, sets, exact)
+
+    @_phase("checkpoint")
+    def _send(self, state: TrainState, *, is_last: bool) -> None:
+        """Sends the weights to readers."""
+        assert self.attempt.weights is not None
+        with jax.profiler.TraceAnnotation("jtrain:send_weights"):
+            self.attempt.weights.send(self.step, state.params, is_last=is_last)
 
     @_phase("checkpoint")
     def _save(self, state: TrainState, fed: Fed, *, is_last: bool) -> None:

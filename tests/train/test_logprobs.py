@@ -138,7 +138,7 @@ def test_a_folder_is_read_in_any_layout(fiddlers: list[str], tmp_path: Path) -> 
     sequences = drawn(9, seed=1, most=64)
     want = jtrain.logprobs(tmp_path / "run", sequences)
     for sets in (
-        ["mesh.stage=2", "mesh.data=1"],
+        ["mesh.stage=2"],
         ["mesh.tensor=2", "layout.zero_stage=3"],
         ["data.seq_len=128"],
     ):

@@ -41,11 +41,16 @@ def meet() -> tuple[socket.socket, Peers]:
     It listens only on the network by which the processes of the run have found each other.
     """
     host = multihost.own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Port 0: the kernel chooses a free one, and the gather
     # tells it to all. The backlog holds everybody at once.
-    listening = socket.create_server((host, 0), family=family, backlog=multihost.process_count())
+    listening = listen((host, 0), backlog=multihost.process_count())
     texts = multihost.gather_texts(f"{host} {listening.getsockname()[1]}")
     token = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(32), np.int32))
     addresses = tuple((host_name, int(port)) for host_name, port in map(str.split, texts))
     return listening, Peers(multihost.process_index(), addresses, token.tobytes())
+
+
+def listen(address: tuple[str, int], *, backlog: int = 1) -> socket.socket:
+    """Opens a socket that accepts links; raises OSError if the address is not of this host, or taken."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    return socket.create_server(address, family=family, backlog=backlog)

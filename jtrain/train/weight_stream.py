@@ -1,0 +1,207 @@
+"""Weights sent to readers while a run trains: `weight_stream` of the config.
+
+The steps wait while whole weights are copied to the memory of process 0, a layer of one parameter at a time, and for
+nothing else: a thread writes or sends the copy. While it is at work further weights are left out, and so are those
+that no reader takes or no disk has room for; each loss is a line of the log, and none ends the run.
+"""
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jtrain.config.run import Run
+from jtrain.config.weight_stream_spec import read_token
+from jtrain.errors import UserError
+from jtrain.hf.files_beside import FilesBeside
+from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
+from jtrain.hf.peft_folders import adapter_parts, adapter_tensors, write_adapter
+from jtrain.hf.weight_folder import write_step
+from jtrain.hf.weight_link import send_weights
+from jtrain.layout.dims import ADAPTER, ParamInfo
+from jtrain.layout.layout import Layout
+from jtrain.model.adapters.lora import model_infos
+from jtrain.model.adapters.merge import merge
+from jtrain.model.param import Params, at_path, map_params
+from jtrain.runtime.multihost import from_process_zero, process_index
+from jtrain.runtime.stores import in_store
+from jtrain.train.restart_point import replicate
+
+LAST_S = 60.0
+"""Seconds that the end of a run waits for the last weights to be written or taken."""
+
+
+class WeightStream:
+    """Copies weights and has them written or sent; every process calls `send` at the same steps.
+
+    with WeightStream(run, layout, mesh, workdir, say=print) as stream:
+        stream.send(step, state.params)
+
+    Args:
+      workdir: folder of the run.
+      say: prints a line; called in a thread too.
+
+    Raises:
+      FileError: the file of the token cannot be read.
+      UserError: no family of Hugging Face has names for the model, peft none for a target of the adapter, or a folder
+        of weights would be in a store.
+    """
+
+    def __init__(
+        self, run: Run, layout: Layout, mesh: Mesh, workdir: Path, *, say: Callable[[str], None]
+    ) -> None:
+        assert run.weight_stream is not None
+        self._spec, self._run, self.say = run.weight_stream, run, say
+        self._layout, self._mesh = layout, mesh
+        self._infos = run.param_infos()
+        if self._spec.address is None and in_store(workdir) and not Path(self._spec.to).is_absolute():
+            raise UserError(
+                f"weight_stream.to={self._spec.to} would be in --workdir {workdir}, a store, and weights are written "
+                "to a disk. Set weight_stream.to to an absolute path, or to tcp://HOST:PORT."
+            )
+        self._token = b"" if self._spec.token_file is None else read_token(self._spec.token_file)
+        to = Path(self._spec.to)
+        self._folder = to if to.is_absolute() else workdir / to
+        self._files = FilesBeside.of(run, workdir, dtype=self._spec.dtype)
+        self._dtype = self._files.dtype
+        self._adapter_parts = (
+            adapter_parts(run.model, run.adapter, self._files.family)
+            if self._spec.only_adapter and run.adapter is not None
+            else None
+        )
+        self._thread: threading.Thread | None = None
+        whole = NamedSharding(mesh, P())
+        self._layer = jax.jit(self._merge_layer, static_argnums=0, out_shardings=whole)
+
+    def __enter__(self) -> "WeightStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._wait()
+
+    def send(self, step: int, params: Params, *, is_last: bool = False) -> None:
+        """Copies the weights and begins to send them; a collective.
+
+        Args:
+          params: as `TrainState.params`.
+          is_last: waits for weights that are still on their way, instead of leaving these out.
+        """
+        if is_last:
+            self._wait()
+        # Process 0 alone knows, and all take part in the copy.
+        if bool(from_process_zero(np.asarray(self._is_busy()))):
+            if process_index() == 0:
+                self.say(
+                    f"weight_stream: the weights of step {step} are left out, as earlier ones are on their way"
+                )
+            return
+        weights = self._copy(params)
+        if weights is not None:
+            self._thread = threading.Thread(
+                target=self._deliver, args=(step, weights), name="weight-stream", daemon=True
+            )
+            self._thread.start()
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            # Of a reader that takes a little now and then, or a disk that stands still.
+            self.say(
+                f"weight_stream: weights are still on their way to {self._spec.to} after {LAST_S:.0f} s: left"
+            )
+
+    def _deliver(self, step: int, weights: Params) -> None:
+        try:
+            if self._spec.address is None:
+                write_step(
+                    self._folder,
+                    step,
+                    functools.partial(self._write, weights),
+                    keep_last=self._spec.keep_last,
+                )
+            else:
+                self._send(self._spec.address, step, weights)
+        except Exception as error:  # whatever happens to a reader or a disk, the run goes on
+            self.say(
+                f"WARNING: the weights of step {step} have not come to {self._spec.to} ({error}). The run goes on, and "
+                "sends the next ones."
+            )
+
+    def _write(self, weights: Params, path: Path) -> None:
+        run = self._run
+        if self._adapter_parts is None:
+            self._files.write_with(weights, path)
+            return
+        assert run.adapter is not None
+        names: Any = dict(dtype=self._dtype, base=run.adapter.base or "", family=self._files.family)
+        write_adapter(path, weights, run.model, run.adapter, **names)
+
+    def _send(self, address: tuple[str, int], step: int, weights: Params) -> None:
+        if self._adapter_parts is not None:
+            adapter = adapter_tensors(weights, self._adapter_parts, dtype=self._dtype)
+            tensors, count = iter(adapter.items()), len(adapter)
+        else:
+            family = self._files.family
+            tensors = to_hf(weights, self._run.model, dtype=self._dtype, family=family)
+            count = len(tensors_of(self._run.model, family))
+        send_weights(address, self._token, step, tensors, count=count)
+
+    def _copy(self, params: Params) -> Params | None:
+        """Returns whole weights in host memory, layers in the model's order, an adapter merged; None in processes
+        other than the first.
+        """
+        infos = tuple(info for info in self._infos if info.is_adapter == self._spec.only_adapter)
+        is_first = process_index() == 0
+        arrays: dict[str, np.ndarray] = {}
+        for info in infos:
+            group = (info,) if self._spec.only_adapter else (info, *self._adapter_of(info))
+            held = map_params(lambda part: at_path(params, part.path), group)
+            host = np.empty(info.shape, DTYPES[self._dtype]) if is_first else None
+            pipeline = self._layout.pipeline
+            for layer in range(info.shape[0]) if info.is_stacked else (None,):
+                place = layer if pipeline is None or layer is None else pipeline.order.index(layer)
+                number = replicate(self._mesh, np.asarray(place or 0, np.int32))
+                whole = self._layer(group, held, number)
+                if host is not None:
+                    host[... if layer is None else slice(layer, layer + 1)] = jax.device_get(
+                        whole.addressable_data(0)
+                    )
+            if host is not None:
+                arrays[info.path] = host
+        if not is_first:
+            return None
+        return map_params(lambda info: arrays[info.path], infos)
+
+    def _adapter_of(self, info: ParamInfo) -> tuple[ParamInfo, ...]:
+        """A and B of a parameter, if it has an adapter."""
+        return tuple(part for part in self._infos if part.path.rpartition(".")[0] == f"{info.path}{ADAPTER}")
+
+    def _merge_layer(self, group: tuple[ParamInfo, ...], params: Params, place: jax.Array) -> jax.Array:
+        """One layer of a parameter, [1, ...], with its adapter, or the whole of one that is not stacked."""
+
+        def part(info: ParamInfo, value: Any) -> Any:
+            if not info.is_stacked:
+                return value
+            layer = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), value)
+            return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), layer)
+
+        layer = map_params(part, group, params)
+        if group[0].is_adapter:
+            return at_path(layer, group[0].path).astype(jnp.dtype(self._dtype))
+        scale = self._layout.adapter_scale or 0.0
+        return at_path(merge(group, layer, scale, lambda _: self._dtype), model_infos(group)[0].path)
