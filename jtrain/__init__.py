@@ -4,11 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jtrain.train.logprobs import logprobs
+    from jtrain.train.logprobs import PlacedModel, logprobs
+    from jtrain.train.weight_stream import WeightStream
 
-__all__ = ["logprobs"]
+__all__ = ["PlacedModel", "WeightStream", "logprobs"]
 
-_MODULES = {"logprobs": "jtrain.train.logprobs"}
+_MODULES = {
+    "PlacedModel": "jtrain.train.logprobs",
+    "WeightStream": "jtrain.train.weight_stream",
+    "logprobs": "jtrain.train.logprobs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ from jtrain.model.adapters.lora import model_infos
 from jtrain.model.adapters.merge import merge
 from jtrain.model.param import Params, at_path, map_params
 from jtrain.runtime.multihost import from_process_zero, process_index
-from jtrain.runtime.stores import in_store
+from jtrain.runtime.stores import in_store, workdir_path
 from jtrain.train.restart_point import replicate
 
 LAST_S = 60.0
@@ -56,9 +56,10 @@ class WeightStream:
     """
 
     def __init__(
-        self, run: Run, layout: Layout, mesh: Mesh, workdir: Path, *, say: Callable[[str], None]
+        self, run: Run, layout: Layout, mesh: Mesh, workdir: Path | str, *, say: Callable[[str], None]
     ) -> None:
         assert run.weight_stream is not None
+        workdir = workdir_path(str(workdir))
         self._spec, self._run, self.say = run.weight_stream, run, say
         self._layout, self._mesh = layout, mesh
         self._infos = run.param_infos()
@@ -87,7 +88,7 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self._wait()
+        self.wait()
 
     def send(self, step: int, params: Params, *, is_last: bool = False) -> None:
         """Copies the weights and begins to send them; a collective.
@@ -97,7 +98,7 @@ class WeightStream:
           is_last: waits for weights that are still on their way, instead of leaving these out.
         """
         if is_last:
-            self._wait()
+            self.wait()
         # Process 0 alone knows, and all take part in the copy.
         if bool(from_process_zero(np.asarray(self._is_busy()))):
             if process_index() == 0:
@@ -115,7 +116,8 @@ class WeightStream:
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until the weights that were sent last are there, at most `LAST_S`."""
         if self._thread is None:
             return
         self._thread.join(LAST_S)

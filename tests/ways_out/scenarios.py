@@ -11,6 +11,7 @@ PIPELINE = ["plan", "pipeline", "--stages", "4", "--microbatches", "8"]
 PLANNED = ["plan", "pipeline", "--config=tiny", "--device", "h200"]
 COST = ["plan", "cost", "--config=tiny", "--price", "2"]
 HASHED = ["plan", "ecmp", "--flows", "8", "--links", "8"]
+STREAM = ["launch", "--config=tiny", "--with", "debug", "--with", "stream", *TEXT, "--dry-run"]
 PAIRS = ["launch", "--config=tiny_dpo", "--with", "debug", "--dry-run"]
 OWN_PAIRS = "{'pairs': {'path': 'stdlib_pairs', 'messages_field': 'chosen', 'rejected_field': 'rejected'}}"
 INSPECT = ["data", "inspect", "--config=tiny", *TEXT]
@@ -94,6 +95,15 @@ _PREFERENCES: dict[str, Words] = {
     "an index of prepared tokens holds no preference pairs. Set": sets("data.prepared=folder", of=PAIRS),
     "objective.form=simpo has no reference": sets("objective.form=simpo", of=PAIRS),
     "with objective.form=ipo, whose margin is ": sets("objective.form=ipo", "objective.margin=1.0", of=PAIRS),
+}
+
+_STREAMS: dict[str, Words] = {
+    "must be at least 1. Set weight_stream.": sets("weight_stream.every_steps=0", of=STREAM),
+    "weights go to a folder, which needs no token": sets("weight_stream.token_file=token.txt", of=STREAM),
+    "knows the run by a token that both read from a file": sets(
+        "weight_stream.to=tcp://host:7000", of=STREAM
+    ),
+    "sends A and B of an adapter and nothing else": sets("weight_stream.only_adapter=True", of=STREAM),
 }
 
 _MODELS: dict[str, Words] = {
@@ -253,5 +263,5 @@ _DATA: dict[str, Words] = {
 }
 
 SCENARIOS: dict[str, Words] = (
-    _LAYOUTS | _ADAPTERS | _PREFERENCES | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
+    _LAYOUTS | _ADAPTERS | _PREFERENCES | _STREAMS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
 )
