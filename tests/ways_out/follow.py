@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 
 type Words = list[str]
 
-_COMPONENTS = "mesh|layout|pipeline|precision|model|optimizer|objective|data|eval|checkpoint|profile|guard|metrics|weight_stream"
+_COMPONENTS = (
+    "mesh|layout|pipeline|precision|model|optimizer|objective|data|eval|checkpoint|profile|guard|metrics|"
+    "weight_stream"
+)
 _PATH = rf"(?<![\w./-])(?:(?:{_COMPONENTS})(?:\.[a-z_0-9]+)+|num_steps|seed)(?![\w/])"
 _VALUE = r"\([^)]*\)|\{[^}]*\}|'[^']*'|[\w+.:-]*[\w+]"
 _OPTION = r"--[a-z][a-z-]*"
