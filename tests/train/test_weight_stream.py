@@ -77,10 +77,18 @@ def assert_same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> 
         np.testing.assert_array_equal(array, second[name], err_msg=name)
 
 
+FOUR = "model.num_layers=4"
 LAYOUTS = {
     "one": (),
     "zero 3": ("mesh.data=2", "mesh.tensor=2", "layout.zero_stage=3"),
-    "stages": ("mesh.stage=2", "layout.microbatches=2"),
+    # Chunks in turn: a stage has layers that are not neighbours.
+    "stages": (
+        "mesh.stage=2",
+        "layout.microbatches=2",
+        "pipeline.schedule=interleaved",
+        "pipeline.chunks=2",
+        FOUR,
+    ),
     "offload": ("layout.offload.params=1.0",),
 }
 
