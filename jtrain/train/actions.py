@@ -1,10 +1,10 @@
-"""Actions after a step: an evaluation, weights sent to readers, a copy in local memory, a save.
+"""Actions after a step: an evaluation, a copy in local memory, a save, weights sent to readers.
 
 They follow from numbers alone that are equal in all processes. With `num_steps=10`, a save every 4 steps, an
 evaluation every 5, weights every 6 and a copy every 2, all numbers good:
 
     step      1  2     3  4     5         6           7  8     9  10
-    actions      copy     save  evaluate  send, copy     save     evaluate, send, save
+    actions      copy     save  evaluate  copy, send     save     evaluate, save, send
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ class Actions:
 
     is_last: bool
     evaluate: bool
-    send: bool
     copy: bool
     save: bool
+    send: bool
 
     @property
     def read_results(self) -> bool:
         """True if the step's loss and gradient norm must be known to be good first."""
-        return self.evaluate or self.send or self.copy or self.save
+        return self.evaluate or self.copy or self.save or self.send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Cadence:
             is_last=is_last,
             evaluate=self.evaluate_every_steps is not None
             and (is_complete or step % self.evaluate_every_steps == 0),
-            # The last weights of a run are those that its readers go on with.
-            send=self.send_every_steps is not None and (is_complete or step % self.send_every_steps == 0),
             # Not where a save is due: the checkpoint then holds the same state.
             copy=self.copy_every_steps is not None and not save and step % self.copy_every_steps == 0,
             save=save,
+            # The last weights of a run are those that its readers go on with.
+            send=self.send_every_steps is not None and (is_complete or step % self.send_every_steps == 0),
         )

@@ -6,6 +6,7 @@ of the power of two that holds it, so that the terms of its sums are grouped ali
 `context`, a sequence lies within one piece of it, or alone in a row.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -77,8 +78,9 @@ def logprobs(
       [array([-2.1, -1.9], dtype=float32), array([-2.1], dtype=float32)]
 
     Args:
-      model: folder of a run, whose newest checkpoint is read in the run's own layout, with as many devices along
-        `data` as are here, and an adapter merged; or a model that is placed already.
+      model: folder of a run, whose newest checkpoint is read at each call, in the run's own layout with as many
+        devices along `data` as are here, and an adapter merged; or a model that is placed already, as by
+        `read_placed`.
       tokens: ids of each sequence; with `segments` rows of several sequences, [B, L].
       segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are in
         the order of rows, and of numbers within a row.
@@ -98,21 +100,29 @@ def logprobs(
     places = place_sequences([len(ids) for ids in sequences], seq_len=model.seq_len, context=context)
     order_L = context_order(model.seq_len, context, model.layout.context_order)
     eval_step = _eval_step(model.model, model.layout, model.mesh)
-    num_rows = max((place.row for place in places), default=-1) + 1
-    results = [np.zeros(max(0, len(ids) - 1), np.float32) for ids in sequences]
-    nats_by_batch = [
-        # All are dispatched before the first is read.
-        eval_step(model.params, put_batch(batch, model.mesh))
-        for first_row in range(0, num_rows, model.rows)
-        for batch in (_batch(sequences, places, first_row, model.rows, model.seq_len, order_L),)
-    ]
     column_L = np.argsort(order_L)
-    for number, nats in enumerate(nats_by_batch):
+    results = [np.zeros(max(0, len(ids) - 1), np.float32) for ids in sequences]
+    by_batch: dict[int, list[int]] = {}
+    for index, place in enumerate(places):
+        by_batch.setdefault(place.row // model.rows, []).append(index)
+    unread: collections.deque[tuple[list[int], Array]] = collections.deque()
+
+    def read() -> None:
+        indices, nats = unread.popleft()
         nats_BL = np.asarray(jax.device_get(nats))[:, column_L]
-        for result, place in zip(results, places, strict=True):
-            if place.row // model.rows == number:
-                row_nats = nats_BL[place.row % model.rows]
-                result[:] = -row_nats[place.start : place.start + len(result)]
+        for index in indices:
+            row, start = places[index]
+            results[index][:] = -nats_BL[row % model.rows, start : start + len(results[index])]
+
+    for indices in by_batch.values():
+        lying = [(sequences[index], places[index]) for index in indices]
+        batch = _batch(lying, rows=model.rows, seq_len=model.seq_len, order_L=order_L)
+        unread.append((indices, eval_step(model.params, put_batch(batch, model.mesh))))
+        # The devices compute a batch while the host reads the one before.
+        if len(unread) > 1:
+            read()
+    while unread:
+        read()
     return results
 
 
@@ -237,22 +247,19 @@ def _check(sequences: Sequence[np.ndarray], *, vocab_size: int, seq_len: int) ->
 
 
 def _batch(
-    sequences: Sequence[np.ndarray],
-    places: Sequence[SequencePlace],
-    first_row: int,
+    lying: Sequence[tuple[np.ndarray, SequencePlace]],
+    *,
     rows: int,
     seq_len: int,
     order_L: Int[np.ndarray, " L"],
 ) -> Batch:
-    """Rows `first_row` to `first_row + rows - 1`, their columns in the order of `context`."""
+    """Batch of sequences and their places, its columns in the order of `context`."""
     token_BL, position_BL, segment_BL = (np.zeros((rows, seq_len), np.int32) for _ in range(3))
     target_BL = np.full((rows, seq_len), IGNORE, np.int32)
-    for ids, place in zip(sequences, places, strict=True):
-        row = place.row - first_row
-        if 0 <= row < rows:
-            columns = slice(place.start, place.start + len(ids))
-            token_BL[row, columns], position_BL[row, columns] = ids, np.arange(len(ids))
-            # Segments ascend along a row, and are the same for a place whatever lies before it.
-            segment_BL[row, columns] = 1 + place.start // _LEAST_SLOT
-            target_BL[row, place.start : place.start + max(0, len(ids) - 1)] = ids[1:]
+    for ids, (row, start) in lying:
+        place = row % rows, slice(start, start + len(ids))
+        token_BL[place], position_BL[place] = ids, np.arange(len(ids))
+        # Segments ascend along a row, and are the same at a place whatever lies before it.
+        segment_BL[place] = 1 + start // _LEAST_SLOT
+        target_BL[row % rows, start : start + max(0, len(ids) - 1)] = ids[1:]
     return Batch(*(array[:, order_L] for array in (token_BL, target_BL, position_BL, segment_BL)))

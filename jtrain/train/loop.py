@@ -165,9 +165,6 @@ class Loop:
             is_in_doubt = bad_steps.in_doubt(self.step)
             if actions.evaluate:
                 self._evaluate(state)
-            # No reader samples from weights that the run may take back.
-            if actions.send and not is_in_doubt:
-                self._send(state, is_last=actions.is_last)
             # No copy while numbers are suspicious: there are two generations, and it replaces the older one.
             if actions.copy and not checkpoints.hold and not is_in_doubt:
                 self._copy(state, batch)
@@ -176,6 +173,9 @@ class Loop:
             if actions.save and not is_in_doubt:
                 self._save(state, batch, is_last=actions.is_last)
                 saved_step = self.step
+            # After the save, which waits for no reader; and of no weights that the run may take back.
+            if actions.send and not is_in_doubt:
+                self._send(state, is_last=actions.is_last)
             # After the step's own save: a save in flight may have failed, and its next try is decided here.
             checkpoints.check(self.step)
             if stop_requested and saved_step == self.step:

@@ -79,6 +79,7 @@ class WeightStream:
             else None
         )
         self._thread: threading.Thread | None = None
+        self._is_complete = False
         whole = NamedSharding(mesh, P())
         self._layer = jax.jit(self._merge_layer, static_argnums=0, out_shardings=whole)
 
@@ -88,15 +89,19 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self.wait()
+        # A run that is stopped or fails waits for no reader.
+        if self._is_complete:
+            self.wait()
 
     def send(self, step: int, params: Params, *, is_last: bool = False) -> None:
         """Copies the weights and begins to send them; a collective.
 
         Args:
           params: as `TrainState.params`.
-          is_last: waits for weights that are still on their way, instead of leaving these out.
+          is_last: these are the last of the run: waits for earlier ones that are still on their way, instead of
+            leaving these out, and the end of the `with` waits for these.
         """
+        self._is_complete = is_last
         if is_last:
             self.wait()
         # Process 0 alone knows, and all take part in the copy.

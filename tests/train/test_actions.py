@@ -8,7 +8,7 @@ CADENCE = Cadence(num_steps=10, evaluate_every_steps=5, copy_every_steps=2, send
 
 
 def names(actions: Actions) -> list[str]:
-    return [name for name in ("evaluate", "send", "copy", "save") if getattr(actions, name)]
+    return [name for name in ("evaluate", "copy", "save", "send") if getattr(actions, name)]
 
 
 def decide(step: int, *, save_every: int = 4, stop: bool = False, ended: bool = False) -> Actions:
@@ -22,9 +22,9 @@ def test_the_table_of_the_docstring() -> None:
         2: ["copy"],
         4: ["save"],
         5: ["evaluate"],
-        6: ["send", "copy"],
+        6: ["copy", "send"],
         8: ["save"],
-        10: ["evaluate", "send", "save"],
+        10: ["evaluate", "save", "send"],
     }
     assert [step for step in range(1, 11) if decide(step).is_last] == [10]
 
@@ -33,7 +33,7 @@ def test_the_table_of_the_docstring() -> None:
 def test_the_last_step_is_saved_and_evaluated_only_if_the_data_ends(stop: bool, ended: bool) -> None:
     """A scheduler kills a job soon after its warning: a stop saves at once, and evaluates nothing for it."""
     actions = decide(3, stop=stop, ended=ended)
-    assert actions == Actions(is_last=True, evaluate=ended, send=ended, copy=False, save=True)
+    assert actions == Actions(is_last=True, evaluate=ended, copy=False, save=True, send=ended)
 
 
 def test_results_are_read_before_anything_that_needs_good_ones() -> None:
