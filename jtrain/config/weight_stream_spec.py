@@ -1,4 +1,4 @@
-"""Where a run sends its weights while it trains, and how often."""
+"""Config of the weights that a run sends to readers while it trains."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a model directory holds beside its weights: config.json, the tokenizer's files, the chat template."""
+"""Files of a model directory beside its weights: config.json, the tokenizer's files, the chat template."""
 
 import dataclasses
 from collections.abc import Mapping

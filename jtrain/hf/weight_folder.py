@@ -16,21 +16,24 @@ def write_step(folder: Path, step: int, write: Callable[[Path], object], *, keep
     """Writes the directory of a step, points `latest` at it, and removes all but the newest `keep_last`.
 
     Directories of later steps are of a run that went back, and of an earlier attempt that was killed; they go first,
-    so that `latest` never stays at one of them.
+    and so does a `latest` that names one of them.
 
     Args:
       write: writes the directory, whole or not at all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_PREFIX}{step:08}"
-    for other in sorted(folder.glob(f"{_PREFIX}*")):
-        # A name that is no number is of a write that was killed.
-        if other.suffix or other.name >= path.name:
-            shutil.rmtree(other)
+    latest = folder / LATEST
+    if latest.exists() and latest.read_text().strip() >= path.name:
+        latest.unlink()
+    for directory in sorted(folder.glob(f"{_PREFIX}*")):
+        # A name with a suffix is of a write that was killed.
+        if directory.suffix or directory.name >= path.name:
+            shutil.rmtree(directory)
     write(path)
     # Last: a reader that follows the name finds all files.
-    write_whole(folder / LATEST, path.name + "\n")
+    write_whole(latest, path.name + "\n")
     steps = sorted(folder.glob(f"{_PREFIX}*"))
-    for old in steps[: max(0, len(steps) - keep_last)]:
-        shutil.rmtree(old)
+    for directory in steps[: max(0, len(steps) - keep_last)]:
+        shutil.rmtree(directory)
     return path

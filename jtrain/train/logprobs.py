@@ -97,26 +97,26 @@ def logprobs(
     sequences = _sequences(tokens, segments)
     _check(sequences, vocab_size=model.model.vocab_size, seq_len=model.seq_len)
     context = model.layout.mesh.context
-    places = place_sequences([len(ids) for ids in sequences], seq_len=model.seq_len, context=context)
+    starts = place_sequences([len(ids) for ids in sequences], seq_len=model.seq_len, context=context)
     order_L = context_order(model.seq_len, context, model.layout.context_order)
     eval_step = _eval_step(model.model, model.layout, model.mesh)
     column_L = np.argsort(order_L)
     results = [np.zeros(max(0, len(ids) - 1), np.float32) for ids in sequences]
     by_batch: dict[int, list[int]] = {}
-    for index, place in enumerate(places):
-        by_batch.setdefault(place.row // model.rows, []).append(index)
+    for index, start in enumerate(starts):
+        by_batch.setdefault(start.row // model.rows, []).append(index)
     unread: collections.deque[tuple[list[int], Array]] = collections.deque()
 
     def read() -> None:
         indices, nats = unread.popleft()
         nats_BL = np.asarray(jax.device_get(nats))[:, column_L]
         for index in indices:
-            row, start = places[index]
-            results[index][:] = -nats_BL[row % model.rows, start : start + len(results[index])]
+            row, column = starts[index]
+            results[index][:] = -nats_BL[row % model.rows, column : column + len(results[index])]
 
     for indices in by_batch.values():
-        lying = [(sequences[index], places[index]) for index in indices]
-        batch = _batch(lying, rows=model.rows, seq_len=model.seq_len, order_L=order_L)
+        contents = [(sequences[index], starts[index]) for index in indices]
+        batch = _batch(contents, rows=model.rows, seq_len=model.seq_len, order_L=order_L)
         unread.append((indices, eval_step(model.params, put_batch(batch, model.mesh))))
         # The devices compute a batch while the host reads the one before.
         if len(unread) > 1:
@@ -161,15 +161,15 @@ def read_placed(workdir: str | Path, step: int | None = None, sets: Sequence[str
     return PlacedModel(run.model, place_params(infos, likes, arrays), layout, mesh, *_shape(run))
 
 
-class SequencePlace(NamedTuple):
-    """Where a sequence lies: its first token is column `start` of row `row`, counted over all batches."""
+class SequenceStart(NamedTuple):
+    """First token of a sequence; rows are counted over all batches."""
 
     row: int
-    start: int
+    column: int
 
 
-def place_sequences(lengths: Sequence[int], *, seq_len: int, context: int) -> list[SequencePlace]:
-    """Returns the place of each sequence in rows of `seq_len` tokens, the longest first.
+def place_sequences(lengths: Sequence[int], *, seq_len: int, context: int) -> list[SequenceStart]:
+    """Returns where each sequence begins in rows of `seq_len` tokens, the longest first.
 
     A sequence takes a power of two of tokens, and begins at a multiple of it. Example, rows of 256: lengths 100,
     60, 130 and 20 take 128, 64, 256 and 64 tokens, so the third is alone in row 0, and the others are in row 1, at
@@ -187,20 +187,20 @@ def place_sequences(lengths: Sequence[int], *, seq_len: int, context: int) -> li
         return slot if fits else seq_len
 
     slots = [slot_of(length) for length in lengths]
-    places: dict[int, SequencePlace] = {}
-    row, start = 0, 0
-    # From the longest on: then every place is a multiple of the slots that follow.
+    starts: dict[int, SequenceStart] = {}
+    row, column = 0, 0
+    # From the longest on: then every column is a multiple of the slots that follow.
     for index in sorted(range(len(lengths)), key=lambda index: -slots[index]):
         slot = slots[index]
         size = seq_len if slot == seq_len else piece
-        if start % size + slot > size:
+        if column % size + slot > size:
             # The rest of this piece is too short.
-            start += size - start % size
-        if start + slot > seq_len:
-            row, start = row + 1, 0
-        places[index] = SequencePlace(row, start)
-        start += slot
-    return [places[index] for index in range(len(lengths))]
+            column += size - column % size
+        if column + slot > seq_len:
+            row, column = row + 1, 0
+        starts[index] = SequenceStart(row, column)
+        column += slot
+    return [starts[index] for index in range(len(lengths))]
 
 
 def _shape(run: Run) -> tuple[int, int]:
@@ -247,19 +247,19 @@ def _check(sequences: Sequence[np.ndarray], *, vocab_size: int, seq_len: int) ->
 
 
 def _batch(
-    lying: Sequence[tuple[np.ndarray, SequencePlace]],
+    contents: Sequence[tuple[np.ndarray, SequenceStart]],
     *,
     rows: int,
     seq_len: int,
     order_L: Int[np.ndarray, " L"],
 ) -> Batch:
-    """Batch of sequences and their places, its columns in the order of `context`."""
+    """Batch of sequences and where they begin, its columns in the order of `context`."""
     token_BL, position_BL, segment_BL = (np.zeros((rows, seq_len), np.int32) for _ in range(3))
     target_BL = np.full((rows, seq_len), IGNORE, np.int32)
-    for ids, (row, start) in lying:
-        place = row % rows, slice(start, start + len(ids))
-        token_BL[place], position_BL[place] = ids, np.arange(len(ids))
-        # Segments ascend along a row, and are the same at a place whatever lies before it.
-        segment_BL[place] = 1 + start // _LEAST_SLOT
-        target_BL[row % rows, start : start + max(0, len(ids) - 1)] = ids[1:]
+    for ids, (row, column) in contents:
+        span = row % rows, slice(column, column + len(ids))
+        token_BL[span], position_BL[span] = ids, np.arange(len(ids))
+        # Segments ascend along a row, and a column's is the same whatever lies before it.
+        segment_BL[span] = 1 + column // _LEAST_SLOT
+        target_BL[row % rows, column : column + max(0, len(ids) - 1)] = ids[1:]
     return Batch(*(array[:, order_L] for array in (token_BL, target_BL, position_BL, segment_BL)))

@@ -80,8 +80,8 @@ class WeightStream:
         )
         self._thread: threading.Thread | None = None
         self._is_complete = False
-        whole = NamedSharding(mesh, P())
-        self._layer = jax.jit(self._merge_layer, static_argnums=0, out_shardings=whole)
+        replicated = NamedSharding(mesh, P())
+        self._layer = jax.jit(self._merge_layer, static_argnums=0, out_shardings=replicated)
 
     def __enter__(self) -> "WeightStream":
         return self
@@ -183,10 +183,10 @@ class WeightStream:
             for layer in range(info.shape[0]) if info.is_stacked else (None,):
                 place = layer if pipeline is None or layer is None else pipeline.order.index(layer)
                 number = replicate(self._mesh, np.asarray(place or 0, np.int32))
-                whole = self._layer(group, held, number)
+                array = self._layer(group, held, number)
                 if host is not None:
                     host[... if layer is None else slice(layer, layer + 1)] = jax.device_get(
-                        whole.addressable_data(0)
+                        array.addressable_data(0)
                     )
             if host is not None:
                 arrays[info.path] = host

@@ -16,6 +16,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import FileError, UserError
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.model.moe import MoESpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build
@@ -28,13 +29,15 @@ from tests.preferences import ADAMW, LAYOUTS, SIZES, VOCAB
 ROWS, COLS = 8, 256
 QUICK = ("packed", "all")
 EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAYOUTS]
+EXPERTS = (dict(replica=2, expert=2), {})
 SMALL = ("num_steps=2", "data.engine=inline", "eval.every_steps=None", "metrics.tensorboard=False")
 
 
 @functools.cache
 def placed(layout: str) -> PlacedModel:
-    axes, fields = LAYOUTS[layout]
-    spec, model = MeshSpec(**axes), Transformer(**SIZES)
+    axes, fields = LAYOUTS.get(layout, EXPERTS)
+    mixture: dict[str, Any] = {} if layout in LAYOUTS else dict(moe=MoESpec(num_experts=4, top_k=2))
+    spec, model = MeshSpec(**axes), Transformer(**SIZES, **mixture)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     laid_out = layout_from(dict(compute_dtype="float32") | fields, spec, model.param_infos())
     optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, model.param_infos()))
@@ -66,7 +69,7 @@ def test_log_probabilities_are_those_of_plain_logits_on_any_layout(layout: str) 
     assert np.std(np.concatenate(results)) > 0.01, "tokens differ"
 
 
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", [*EVERY_LAYOUT, pytest.param("experts", marks=pytest.mark.slow)])
 def test_a_sequence_has_the_same_bits_in_any_company(layout: str) -> None:
     """Alone, among others of any length, and in another order; on CPUs, in one compiled shape."""
     model = placed(layout)

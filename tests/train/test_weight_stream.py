@@ -265,6 +265,9 @@ def test_a_step_is_whole_before_the_name_of_the_newest_changes(tmp_path: Path) -
     with pytest.raises(OSError, match="no room"):
         write_step(tmp_path, 40, fails, keep_last=3)
     assert (tmp_path / LATEST).read_text() == "step-00000030\n"
+    with pytest.raises(OSError, match="no room"):
+        write_step(tmp_path, 25, fails, keep_last=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
     write_step(tmp_path, 25, write, keep_last=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000020", "step-00000025"]
     assert (tmp_path / LATEST).read_text() == "step-00000025\n"
