@@ -1,19 +1,17 @@
 """Small model with the same kinds of layers: every size becomes small, every relation of sizes stays."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jtrain.model.attention import AttentionSpec
-from jtrain.model.block import BlockSpec
 from jtrain.model.mixer import MixerSpec
 from jtrain.model.rope import QueryTemperature
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
 WIDTH, HEADS, HEAD_DIM = 32, 4, 16
-MOST_BLOCKS = 8
-"""Longest pattern that is kept whole; of a longer one, each different block is kept once."""
+ATTENTION_CHUNKS = 4
+"""Most chunks of queries in a row: each is compiled on its own."""
 
 AT_MOST: dict[str, int] = dict(
     d_ff=64,
@@ -37,19 +35,22 @@ OF_POSITIONS = ("window", "chunk_size", "original_seq_len")
 
 
 def shrink_model(
-    model: Transformer, *, shrink_positions: float, vocab_size: int, periods: int
+    model: Transformer, *, columns: int, share: float, vocab_size: int, periods: int
 ) -> Transformer:
-    """Returns a model with the same kinds of layers, a few of each.
+    """Returns a model with the same kinds of layers, one of each in a period.
+
+    Layers whose small forms are equal compile and compute alike: of five with a window and one without, one of each
+    stays. Blocks of `model.last` are kinds of the pattern, and repeated if the model has some.
 
     Args:
-      shrink_positions: length of the rows, as a share of that of the run.
+      columns: length of the small rows, and `share` what they are of the run's.
       vocab_size: ids of the small model.
       periods: repetitions of the pattern.
     """
-    pattern, first = _kinds(model.pattern), tuple(dict.fromkeys(model.first))
-    # Blocks at the end belong to the whole pattern: none where it was shortened.
-    last = len(model.last) if len(pattern) == len(model.pattern) else 0
-    shrink = Shrink(model, shrink_positions)
+    shrink = Shrink(model, share)
+    pattern, first = (tuple(dict.fromkeys(map(shrink.spec, blocks))) for blocks in (model.pattern, model.first))
+    # A last repetition that ends early still does, unless nothing is left to leave out.
+    last = min(len(model.last), 1, max(len(pattern) - 1, 0))
     num_heads, num_kv_heads = shrink.heads(model.num_heads, model.num_kv_heads)
     chunk, width = model.loss_chunk_tokens, min(model.d_model, WIDTH)
     return dataclasses.replace(
@@ -61,8 +62,8 @@ def shrink_model(
         head_dim=min(model.head_dim, HEAD_DIM),
         d_ff=min(model.d_ff, AT_MOST["d_ff"]),
         vocab_size=vocab_size,
-        pattern=tuple(shrink.spec(block) for block in pattern),
-        first=tuple(shrink.spec(block) for block in first),
+        pattern=pattern,
+        first=first,
         moe=model.moe and shrink.spec(model.moe),
         rope=shrink.spec(model.rope),
         # Embeddings as large as before, where the scale follows from the width.
@@ -71,12 +72,8 @@ def shrink_model(
         else model.embedding_scale,
         # Several chunks of a few tokens, as a run has several of many.
         loss_chunk_tokens=chunk if chunk == "auto" else min(chunk, 64),
-        attention_chunk=shrink.positions(model.attention_chunk),
+        attention_chunk=max(shrink.positions(model.attention_chunk), columns // ATTENTION_CHUNKS),
     )
-
-
-def _kinds(pattern: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    return tuple(pattern) if len(pattern) <= MOST_BLOCKS else tuple(dict.fromkeys(pattern))
 
 
 @dataclasses.dataclass(frozen=True)

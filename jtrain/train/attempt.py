@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -55,6 +56,7 @@ def train(
     home: Path | None = None,
     watchers: Sequence[Callback] = (),
     devices: Sequence[jax.Device] | None = None,
+    train_step: Any = None,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -69,6 +71,7 @@ def train(
       home: folder in an object store that holds the checkpoints; None if `workdir` holds them.
       watchers: callbacks besides the built-in ones and those of the config; they come first.
       devices: those of `run.mesh`, of each process equally many; None for all that are here.
+      train_step: compiled step of another attempt of this process that began as this one does; None makes one.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data
@@ -142,7 +145,7 @@ def train(
             checkpoints.say = metrics.say
             for line in (*history_lines, *restored.messages, *_resume_lines(restored, changes)):
                 metrics.say(line)
-            train_step = make_train_step(
+            train_step = train_step or make_train_step(
                 *(run.model, setup.optimizer, job.layout, mesh),
                 sigmas=run.guard.sigmas,
                 jumps=run.data.mixture.jumps,
