@@ -19,6 +19,7 @@ from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import ParamInfo
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.base_hash import hash_base, hex_of
+from jtrain.model.adapters.merge import merge
 from jtrain.model.param import Params
 
 
@@ -29,13 +30,16 @@ def adapter_off_is_base(
     sample: Sample,
     *,
     freezes_all: bool,
+    scale: float,
 ) -> str:
-    """Proves that a run with its adapter switched off is its base, before the first update and after the last.
+    """Proves that a run with its adapter switched off is its base, before the first update and after the last, and
+    that the plain model that it is merged to computes as it does.
 
     Args:
       reference: updates of the run with its adapter, whose evaluation is of `sample` before the first one.
       device: the base alone.
       freezes_all: True if the adapter trains no parameter of the base beside it.
+      scale: factor of the products of its matrices.
 
     Raises:
       Differs: names the tensor that moved, or did not, or the record that the first adapter changes, or the
@@ -66,8 +70,8 @@ def adapter_off_is_base(
             f"nats {first[number]:.6g} with the first adapter, {base[number]:.6g} without; first record that differs: "
             f"{sample.pieces[number].place}"
         )
-    first_params, trained_params = (_on_device(p) for p in (course.first, course.last))
-    base_hash, hash_after = (hex_of(hash_base(infos, params)) for params in (first_params, trained_params))
+    states = reference.first_state.params, course.last_params
+    base_hash, hash_after = (hex_of(hash_base(infos, jax.tree.map(jnp.asarray, params))) for params in states)
     if hash_after != base_hash:
         raise Differs(f"the hash of the base was {base_hash[:16]} and is {hash_after[:16]} after training")
     # What is trained beside the adapter is no part of the base.
@@ -77,13 +81,22 @@ def adapter_off_is_base(
         if piece.of(off_logits_BLV).tobytes() != piece.of(base_logits_BLV).tobytes():
             raise Differs(f"logits with the trained adapter off are not the base's, of {piece.place}")
     # Without this, an adapter that no forward pass reads would look like one that is off.
-    state = dataclasses.replace(reference.first_state, params=trained_params)
+    state = dataclasses.replace(reference.first_state, params=course.last_params)
     trained: Any = reference.trainer.train([sample.arrays], state, evaluates=True).nats_BL
-    if not (np.abs(_nats_of_pieces(sample, trained) - base) > bounds).any():
+    trained_nats = _nats_of_pieces(sample, trained)
+    if not (np.abs(trained_nats - base) > bounds).any():
         raise Differs(f"the adapter after {len(course.losses)} updates changes the nats of no record")
+    merged_params = merge(infos, jax.tree.map(jnp.asarray, course.last_params), scale, lambda _: "float32")
+    merged = nats_of(sample, device.logits(sample.arrays, merged_params))
+    if (different := np.flatnonzero(~(np.abs(merged - trained_nats) <= bounds))).size:
+        number = int(different[0])
+        raise Differs(
+            f"nats {merged[number]:.6g} of the merged model and {trained_nats[number]:.6g} of the adapter; first "
+            f"record that differs: {sample.pieces[number].place}"
+        )
     return (
         f"{len(frozen)} frozen arrays bit for bit after {len(course.losses)} updates, {len(added)} trained; off, "
-        f"the same logits bit for bit; base {base_hash[:16]}"
+        f"the same logits bit for bit; merged, the same nats; base {base_hash[:16]}"
     )
 
 

@@ -20,9 +20,8 @@ UPDATE = 1e-3
 class LayoutReference:
     """Updates of one device, and what rounding makes of them."""
 
-    def __init__(self, plain: Run, samples: Sequence[Sample]) -> None:
-        self.samples = samples
-        self.trainer = Trainer(plain)
+    def __init__(self, trainer: Trainer, samples: Sequence[Sample]) -> None:
+        self.samples, self.trainer = samples, trainer
         self.first_state = self.trainer.first_state()
         self.course = self._train(self.first_state)
         # From weights that are an ulp or two off: what rounding alone makes of each figure.
@@ -121,8 +120,8 @@ class LayoutReference:
         """Name of a record whose gradient differs when it alone has targets."""
         sample = self.samples[0]
 
-        def differs(pieces: Sequence[Piece]) -> bool:
-            arrays = [sample.only(pieces).arrays]
+        def differs(units: Sequence[Sequence[Piece]]) -> bool:
+            arrays = [sample.only(units).arrays]
             if not (arrays[0]["target_BL"] != IGNORE).any():
                 return False
             got, want = (t.train(arrays, self.first_state) for t in (trainer, self.trainer))
@@ -133,7 +132,7 @@ class LayoutReference:
             )
             return any(far) or abs(got.losses[0] - want.losses[0]) > 1e-4 * want.losses[0]
 
-        return bisect(sample.pieces, differs)
+        return bisect(sample.units, differs)
 
 
 def _floats(course: Course) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from jtrain.layout.dims import Batch
 from jtrain.model.param import Params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
-from jtrain.step.objective import ObjectiveSpec
+from jtrain.step.objective import Objective, ObjectiveSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OneDevice:
     """One model on one device: logits, nats and gradients of any batch of one shape."""
 
     def __init__(self, model: Transformer, params: Params) -> None:
-        self.model, self.params = model, params
+        self.model, self.params = model, _in_float32(params)
         self._evaluate = evaluator(without_losses_of_rows(model))
 
     def logits(self, arrays: SampleArrays, params: Params | None = None) -> np.ndarray:
@@ -69,7 +69,12 @@ class OneDevice:
     def _run(self, arrays: SampleArrays, params: Params) -> Any:
         batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
         # Divided by 1: sums of pieces add up, means over another number of targets do not.
-        return self._evaluate(params, batch, jnp.float32(1.0))
+        return self._evaluate(_in_float32(params), batch, jnp.float32(1.0))
+
+
+def _in_float32(params: Params) -> Params:
+    """The same numbers: a base in blocks has others in bfloat16, in which gradients would be rounded."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
 
 
 def without_losses_of_rows(model: Transformer) -> Transformer:
@@ -110,7 +115,7 @@ def nats_of(sample: Sample, logits_BLV: np.ndarray) -> np.ndarray:
 def packed_is_alone(
     device: OneDevice,
     samples: Sequence[Sample],
-    objective: ObjectiveSpec,
+    objective: Objective,
     first_loss: float,
     evaluated_BL: np.ndarray,
 ) -> str:
@@ -141,10 +146,12 @@ def packed_is_alone(
         if number == 0:
             evaluated = np.asarray([piece.of(evaluated_BL).sum(dtype=np.float64) for piece in sample.pieces])
             _check_nats(sample, "in evaluation", evaluated, alone.nats, bounds)
-            loss, spread_of_loss = _mean(objective, sample, alone.nats), _mean(objective, sample, spread)
-            bound = LOSS * loss + MARGIN * spread_of_loss
-            worst.add("loss of the train step", abs(first_loss - loss), bound)
-            worst.refuse()
+            # Of pairs it is that of their own lines.
+            if isinstance(objective, ObjectiveSpec):
+                loss, spread_of_loss = (_mean(objective, sample, nats) for nats in (alone.nats, spread))
+                bound = LOSS * loss + MARGIN * spread_of_loss
+                worst.add("loss of the train step", abs(first_loss - loss), bound)
+                worst.refuse()
         num_pieces += len(sample.pieces)
     return f"{num_pieces} records, nats and gradients; {worst.text}"
 

@@ -21,20 +21,23 @@ from jtrain.check.packing import (
     export_is_import,
     packed_is_alone,
 )
-from jtrain.check.records import Sample, cut_rows, read_samples, with_few_ids
+from jtrain.check.pairs import check_stored, first_loss_is_ln_2, loss_is_formula, with_stored_reference
+from jtrain.check.records import Sample, cut_pairs, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
 from jtrain.check.small_run import SmallRuns, small_data
 from jtrain.config import tree
+from jtrain.config.course import Trainer
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
 from jtrain.model.adapters.adapted_kernel import without_adapter
-from jtrain.step.objective import ObjectiveSpec
+from jtrain.model.adapters.block_quantization import without_blocks
+from jtrain.step.objective import DPO
 
-ROWS = 16
-"""Rows of a small batch: eight devices, or four and four microbatches, have two or one of them."""
-TEXT_COLUMNS, SAMPLE_COLUMNS = 128, 512
-"""Most columns of a small row of text, which may be cut anywhere, and of whole samples."""
+ROWS, LONG_ROWS, LONG_COLUMNS = 16, 8, 512
+"""Rows of a small batch, and of one with as many columns: eight devices have two or one of them."""
+TEXT_COLUMNS, SAMPLE_COLUMNS, PAIR_COLUMNS = 128, 512, 1024
+"""Most columns of a small row of text, which may be cut anywhere, of whole samples, and of pairs of them."""
 READ_TOKENS, READ_S = 1 << 18, 8.0
 """Tokens of the run's own rows that are read, and the seconds that it may take."""
 TOGETHER = 3
@@ -60,10 +63,6 @@ class RunCheck:
 
     def __init__(self, run_config: Any, memory: CompiledPlan, *, started_s: float) -> None:
         self.run: Run = build_run(run_config)
-        if self.run.data.has_pairs:
-            raise UserError(
-                "data.sources have preference pairs, whose two texts no proof tells apart yet. Leave out the check."
-            )
         self.config_text = tree.flat(run_config)
         self._memory, self._started_s = memory, started_s
         self._held: list[tuple[str, ...]] = []
@@ -72,10 +71,13 @@ class RunCheck:
 
     def proofs(self) -> Proofs:
         """Yields the lines; one that is not called for costs nothing."""
-        yield "learned = sampled", lambda: learned_is_sampled(self.dataset, self.read)
+        yield "learned = sampled", self._learned
         rows = self.run.data.global_batch
         yield "targets per batch > 0", lambda: targets_are_never_zero(self.read, rows=rows)
         yield "packed = alone", self._packed
+        if isinstance(self.run.objective, DPO):
+            yield "first loss = ln 2", lambda: first_loss_is_ln_2(self.reference, self.run.objective)
+            yield "loss of pairs = formula", lambda: loss_is_formula(self.reference, self.run.objective)
         yield from self._layouts()
         yield "accumulation = one batch", self._accumulation
         yield "export = import", self._export
@@ -109,9 +111,10 @@ class RunCheck:
     def small(self) -> SmallRuns:
         """Small runs on short rows: a multiple of 16 columns, which every axis splits."""
         has_samples = any(stream.has_samples for stream in self.dataset.streams)
-        most = SAMPLE_COLUMNS if has_samples else TEXT_COLUMNS
+        most = (PAIR_COLUMNS if self.run.data.has_pairs else SAMPLE_COLUMNS) if has_samples else TEXT_COLUMNS
         columns = max(16, min(self.run.data.seq_len, most) // 16 * 16)
-        return SmallRuns(self.run, small_data(self.run.data, seq_len=columns, rows=ROWS))
+        rows = ROWS if columns < LONG_COLUMNS else LONG_ROWS
+        return SmallRuns(self.run, small_data(self.run.data, seq_len=columns, rows=rows))
 
     @functools.cached_property
     def small_dataset(self) -> TextDataset:
@@ -125,9 +128,10 @@ class RunCheck:
             own = next((s for s in itertools.islice(batches, 20) if s.num_targets), None)
         if own is None:
             raise UserError(
-                f"no target in 20 batches of {ROWS} rows of {self.small.data.seq_len} tokens: every sample is longer."
+                f"no target in 20 batches of rows of {self.small.data.seq_len} tokens: every sample is longer."
             )
-        return with_few_ids([cut_rows(own, seed=self.run.seed), own])
+        cut = cut_pairs if self.run.data.has_pairs else cut_rows
+        return with_few_ids([cut(own, seed=self.run.seed), own])
 
     @functools.cached_property
     def plain(self) -> Run:
@@ -137,12 +141,19 @@ class RunCheck:
     @functools.cached_property
     def reference(self) -> LayoutReference:
         """Updates of one device, on the cut batch and then on the other one."""
-        return LayoutReference(self.plain, self.samples[0])
+        samples, trainer = self.samples[0], Trainer(self.plain)
+        if isinstance(self.run.objective, DPO) and self.run.objective.reference == "stored":
+            samples = with_stored_reference(trainer, samples)
+        return LayoutReference(trainer, samples)
 
     @functools.cached_property
     def device(self) -> OneDevice:
         """The small model on one device."""
-        return OneDevice(self.plain.model, without_adapter(self.reference.first_state.params))
+        params = without_blocks(without_adapter(self.reference.first_state.params))
+        return OneDevice(self.plain.model, params)
+
+    def _learned(self) -> str:
+        return learned_is_sampled(self.dataset, self.read) + check_stored(self.run.objective, self.read)
 
     def _packed(self) -> str:
         # First: it computes nothing.
@@ -150,9 +161,8 @@ class RunCheck:
             check_positions(sample)
         course = self.reference.course
         assert course.nats_BL is not None
-        samples, objective = self.samples[0], self.run.objective
-        assert isinstance(objective, ObjectiveSpec), "pairs are refused above"
-        return packed_is_alone(self.device, samples, objective, course.losses[0], course.nats_BL)
+        samples = self.samples[0]
+        return packed_is_alone(self.device, samples, self.run.objective, course.losses[0], course.nats_BL)
 
     def _layouts(self) -> Proofs:
         """A line for as many axes in use together as there are devices for, and one for each axis."""
@@ -188,8 +198,11 @@ class RunCheck:
         if self.run.adapter is None:
             raise DoesNotApply("the run has no adapter")
         infos = self.plain.param_infos()
+        assert self.plain.adapter is not None
         return adapter_off_is_base(
-            *(self.reference, infos, self.device, self.samples[0][0]), freezes_all=not self.run.adapter.train
+            *(self.reference, infos, self.device, self.samples[0][0]),
+            freezes_all=not self.run.adapter.train,
+            scale=self.plain.adapter.scale,
         )
 
     def _resume(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
+from jtrain.check.lines import Differs
 from jtrain.data import TextDataset
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.planner.pieces import Pieces
@@ -15,6 +16,9 @@ from jtrain.layout.constants import IGNORE
 type SampleArrays = dict[str, np.ndarray]
 """token_BL, target_BL, position_BL and segment_BL, int32."""
 
+REFERENCE = "reference_BL"
+"""Array of what a stored reference says of pairs, float32."""
+
 CUTS = 3
 """Most places at which `cut_rows` ends a document within a row."""
 
@@ -23,7 +27,8 @@ CUTS = 3
 class Piece:
     """Part of a record in a row: columns `start` to `end` - 1.
 
-    name: source and `file:number` of the record.
+    name: source and `file:number` of the record, and which text of a pair.
+    side: 0 for the better text of a pair, 1 for the worse one; None for what is no pair.
     """
 
     row: int
@@ -32,6 +37,7 @@ class Piece:
     name: str
     source: int
     record: int
+    side: int | None = None
 
     @property
     def place(self) -> str:
@@ -51,14 +57,21 @@ class Sample:
     pieces: tuple[Piece, ...]
 
     @property
+    def units(self) -> list[tuple[Piece, ...]]:
+        """Pieces that have a loss together: both texts of each pair, others alone."""
+        if all(piece.side is None for piece in self.pieces):
+            return [(piece,) for piece in self.pieces]
+        return list(zip(self.pieces[::2], self.pieces[1::2], strict=True))
+
+    @property
     def num_targets(self) -> int:
         """Targets of the batch."""
         return int((self.arrays["target_BL"] != IGNORE).sum())
 
-    def only(self, pieces: Sequence[Piece]) -> "Sample":
-        """The same batch in which only these pieces have targets."""
+    def only(self, units: Sequence[Sequence[Piece]]) -> "Sample":
+        """The same batch in which only the pieces of these units have targets."""
         target_BL = np.full_like(self.arrays["target_BL"], IGNORE)
-        for piece in pieces:
+        for piece in itertools.chain.from_iterable(units):
             piece.of(target_BL)[:] = piece.of(self.arrays["target_BL"])
         return Sample({**self.arrays, "target_BL": target_BL}, self.pieces)
 
@@ -70,10 +83,10 @@ def read_samples(dataset: TextDataset) -> Generator[Sample]:
             assert iterator.plan is not None, "only a data plane in this process tells its plan"
             # Copies, since the data plane fills its arrays anew.
             arrays = {name: np.array(getattr(batch, name)) for name in ARRAYS}
-            yield Sample(arrays, _pieces(dataset, iterator.plan.pieces))
+            yield Sample(arrays, _pieces(dataset, iterator.plan.pieces, arrays["segment_BL"]))
 
 
-def _pieces(dataset: TextDataset, pieces: Pieces) -> tuple[Piece, ...]:
+def _pieces(dataset: TextDataset, pieces: Pieces, segment_BL: np.ndarray) -> tuple[Piece, ...]:
     out: list[Piece] = []
     column = row = 0
     several = len(dataset.names) > 1
@@ -85,9 +98,60 @@ def _pieces(dataset: TextDataset, pieces: Pieces) -> tuple[Piece, ...]:
         record = int(stream.locate(np.asarray([pieces.document[i]], np.int64)).record[0])
         name = stream.identity_of(record)
         name = f"{dataset.names[source]} {name}" if several else name
-        out.append(Piece(row, column, column + length, name, source, record))
+        piece = Piece(row, column, column + length, name, source, record)
+        out += [piece] if stream.setup.source.rejected_field is None else _texts_of_pair(piece, segment_BL)
         column += length
     return tuple(out)
+
+
+def _texts_of_pair(pair: Piece, segment_BL: np.ndarray) -> list[Piece]:
+    """Both texts of a pair, where its segment changes.
+
+    Raises:
+      Differs: it does not change once.
+    """
+    borders = np.flatnonzero(np.diff(pair.of(segment_BL))) + 1
+    if len(borders) != 1:
+        raise Differs(f"the pair {pair.place} has {len(borders) + 1} segments, and two texts")
+    border = pair.start + int(borders[0])
+    return [
+        dataclasses.replace(pair, end=border, name=f"{pair.name} (better)", side=0),
+        dataclasses.replace(pair, start=border, name=f"{pair.name} (worse)", side=1),
+    ]
+
+
+def cut_pairs(sample: Sample, *, seed: int) -> Sample:
+    """The same pairs with shorter ends, one without a worse answer, an empty row and one without targets: as
+    `cut_rows`, but both texts of a pair stay beside each other.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = {name: np.zeros_like(array) for name, array in sample.arrays.items()}
+    arrays["target_BL"][:] = IGNORE
+    rows = arrays["token_BL"].shape[0]
+    empty, unscored = (int(row) for row in rng.choice(rows, 2, replace=False)) if rows > 3 else (-1, -1)
+    one_sided = int(rng.integers(len(sample.units)))
+    pieces: list[Piece] = []
+    for number, unit in enumerate(sample.units):
+        for piece in unit:
+            if piece.row == empty:
+                continue
+            before = pieces[-1] if pieces and pieces[-1].row == piece.row else None
+            start = before.end if before else 0
+            length = piece.end - piece.start
+            # Of short answers something is left.
+            length -= int(rng.integers(0, max(1, min(4, length // 8))))
+            part = dataclasses.replace(piece, start=start, end=start + length)
+            source = dataclasses.replace(piece, end=piece.start + length)
+            pieces.append(part)
+            part.of(arrays["token_BL"])[:] = source.of(sample.arrays["token_BL"])
+            part.of(arrays["segment_BL"])[:] = sum(p.row == piece.row for p in pieces)
+            part.of(arrays["position_BL"])[:] = np.arange(length)
+            if piece.row != unscored and not (number == one_sided and piece.side == 1):
+                target = source.of(sample.arrays["target_BL"]).copy()
+                # The last token of a text predicts nothing.
+                target[-1] = IGNORE
+                part.of(arrays["target_BL"])[:] = target
+    return Sample(arrays, tuple(pieces))
 
 
 def cut_rows(sample: Sample, *, seed: int) -> Sample:
@@ -126,29 +190,38 @@ def cut_rows(sample: Sample, *, seed: int) -> Sample:
     return Sample(arrays, tuple(pieces))
 
 
-def one_by_one(sample: Sample) -> Iterator[tuple[Sample, list[int]]]:
-    """Yields batches of the same shape with one piece a row, and the numbers of their pieces.
+def one_by_one(
+    sample: Sample, units: Sequence[Sequence[Piece]] | None = None
+) -> Iterator[tuple[Sample, list[int]]]:
+    """Yields batches of the same shape with one unit a row, and the numbers of the units.
 
     Tokens and the choice of targets are those of the batch; ids of targets, positions and segments are made
     anew, so that what the batch has of them is not taken for granted.
+
+    Args:
+      units: pieces that share a row; None for each in one of its own.
     """
     rows = sample.arrays["token_BL"].shape[0]
-    numbers = range(len(sample.pieces))
-    for some in itertools.batched(numbers, rows):
+    units = [(piece,) for piece in sample.pieces] if units is None else units
+    for numbers in itertools.batched(range(len(units)), rows):
         arrays = {name: np.zeros_like(array) for name, array in sample.arrays.items()}
         arrays["target_BL"][:] = IGNORE
         pieces = []
-        for row, number in enumerate(some):
-            piece = sample.pieces[number]
-            alone = dataclasses.replace(piece, row=row, start=0, end=piece.end - piece.start)
-            pieces.append(alone)
-            ids = piece.of(sample.arrays["token_BL"])
-            alone.of(arrays["token_BL"])[:] = ids
-            alone.of(arrays["position_BL"])[:] = np.arange(len(ids))
-            alone.of(arrays["segment_BL"])[:] = 1
-            is_learned = piece.of(sample.arrays["target_BL"])[:-1] != IGNORE
-            alone.of(arrays["target_BL"])[:-1] = np.where(is_learned, ids[1:], IGNORE)
-        yield Sample(arrays, tuple(pieces)), list(some)
+        for row, number in enumerate(numbers):
+            start = 0
+            for segment, piece in enumerate(units[number], start=1):
+                alone = dataclasses.replace(piece, row=row, start=start, end=start + piece.end - piece.start)
+                pieces.append(alone)
+                ids = piece.of(sample.arrays["token_BL"])
+                alone.of(arrays["token_BL"])[:] = ids
+                alone.of(arrays["position_BL"])[:] = np.arange(len(ids))
+                alone.of(arrays["segment_BL"])[:] = segment
+                is_learned = piece.of(sample.arrays["target_BL"])[:-1] != IGNORE
+                alone.of(arrays["target_BL"])[:-1] = np.where(is_learned, ids[1:], IGNORE)
+                if REFERENCE in arrays:
+                    alone.of(arrays[REFERENCE])[:] = piece.of(sample.arrays[REFERENCE])
+                start = alone.end
+        yield Sample(arrays, tuple(pieces)), list(numbers)
 
 
 def with_few_ids(samples: Sequence[Sample]) -> tuple[list[Sample], int]:

@@ -27,6 +27,9 @@ def moved(params: Any, seed: int) -> Any:
 
     def move(array: Any) -> np.ndarray:
         array = np.asarray(array)
+        # Codes of blocks stay: of a block its scale is moved.
+        if not np.issubdtype(array.dtype, np.floating):
+            return array
         return (array * (1 + ULP * rng.integers(-2, 3, array.shape))).astype(array.dtype)
 
     return jax.tree.map(move, params)
@@ -79,13 +82,13 @@ def largest(arrays: Sequence[Mapping[str, np.ndarray]], base: Mapping[str, np.nd
     }
 
 
-def bisect(pieces: Sequence[Piece], differs: Any) -> str:
-    """Name of a piece that differs when it alone has targets; of all, if only they do together.
+def bisect(units: Sequence[Sequence[Piece]], differs: Any) -> str:
+    """Name of a unit that differs when it alone has targets; of all, if only they do together.
 
     Args:
-      differs: function of pieces, True if the two sides differ where these alone have targets.
+      differs: function of units, True if the two sides differ where these alone have targets.
     """
-    candidates = list(pieces)
+    candidates = list(units)
     if not candidates or not differs(candidates):
         return "none by itself"
     while len(candidates) > 1:
@@ -97,5 +100,5 @@ def bisect(pieces: Sequence[Piece], differs: Any) -> str:
             candidates = second
         else:
             # Neither half differs by itself.
-            return f"{candidates[0].name} to {candidates[-1].name} together"
-    return candidates[0].place
+            return f"{candidates[0][0].name} to {candidates[-1][0].name} together"
+    return candidates[0][0].place

@@ -96,12 +96,20 @@ class Script:
         whole, end, _ = text.partition(END)
         return self.read(np.asarray(self._rust.encode(whole, add_special_tokens=False).ids)) + end
 
-    def turns(self, record: int) -> list[Turn]:
-        """Turns of a record that are learned, in order."""
+    def turns(self, record: int, side: int | None = None) -> list[Turn]:
+        """Turns of a record that are learned, in order; of one text of a pair."""
         [text] = self._corpus.read(np.asarray([record], np.int64))
         made_of = getattr(text, "made_of", None)
         assert made_of is not None, "a record in a batch can be read"
-        return list(self._turns(*made_of))
+        text, value = made_of
+        if side is None:
+            return list(self._turns(text, value))
+        value, rejected = value
+        if not self.mask.is_chat:
+            return list(self._turns(rejected if side else text, value))
+        chat = rejected if side else value[0]
+        # The last message is the answer; all before it is the prompt of both.
+        return list(self._of_chat(chat, value[1], first=len(read_messages(chat)) - 1))
 
     def _turns(self, text: Any, value: Any) -> Iterator[Turn]:
         if self.mask.is_chat:
@@ -186,7 +194,7 @@ def _check_ids(piece: Piece, ids: np.ndarray, target: np.ndarray) -> None:
 
 def _check_piece(script: Script, piece: Piece, ids: np.ndarray, is_learned: np.ndarray) -> None:
     """Raises Differs unless the learned runs of a piece are turns of its record, and none is left out."""
-    turns = script.turns(piece.record)
+    turns = script.turns(piece.record, piece.side)
     texts = [
         tuple(dict.fromkeys(t for said in turn.says for t in (script.same(said), said))) for turn in turns
     ]

@@ -10,6 +10,8 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
 WIDTH, HEADS, HEAD_DIM = 32, 4, 16
+IN_BLOCKS = 4
+"""Times by which layers are larger whose matrices are in blocks of 64 inputs, of which each shard has whole ones."""
 ATTENTION_CHUNKS = 4
 """Most chunks of queries in a row: each is compiled on its own."""
 
@@ -35,7 +37,7 @@ OF_POSITIONS = ("window", "chunk_size", "original_seq_len")
 
 
 def shrink_model(
-    model: Transformer, *, columns: int, share: float, vocab_size: int, periods: int
+    model: Transformer, *, columns: int, share: float, vocab_size: int, periods: int, block_inputs: int = 0
 ) -> Transformer:
     """Returns a model with the same kinds of layers, one of each in a period.
 
@@ -46,21 +48,24 @@ def shrink_model(
       columns: length of the small rows, and `share` what they are of the run's.
       vocab_size: ids of the small model.
       periods: repetitions of the pattern.
+      block_inputs: width of a model whose matrices are in blocks; 0 for one without.
     """
-    shrink = Shrink(model, share)
-    pattern, first = (tuple(dict.fromkeys(map(shrink.spec, blocks))) for blocks in (model.pattern, model.first))
+    shrink = Shrink(model, share, IN_BLOCKS if block_inputs else 1)
+    pattern, first = (
+        tuple(dict.fromkeys(map(shrink.spec, blocks))) for blocks in (model.pattern, model.first)
+    )
     # A last repetition that ends early still does, unless nothing is left to leave out.
     last = min(len(model.last), 1, max(len(pattern) - 1, 0))
     num_heads, num_kv_heads = shrink.heads(model.num_heads, model.num_kv_heads)
-    chunk, width = model.loss_chunk_tokens, min(model.d_model, WIDTH)
+    chunk, width = model.loss_chunk_tokens, min(model.d_model, max(WIDTH, block_inputs))
     return dataclasses.replace(
         model,
         num_layers=len(first) + periods * max(len(pattern), 1) + last,
         d_model=width,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=min(model.head_dim, HEAD_DIM),
-        d_ff=min(model.d_ff, AT_MOST["d_ff"]),
+        head_dim=min(model.head_dim, HEAD_DIM * shrink.times),
+        d_ff=min(model.d_ff, AT_MOST["d_ff"] * shrink.times),
         vocab_size=vocab_size,
         pattern=pattern,
         first=first,
@@ -78,10 +83,15 @@ def shrink_model(
 
 @dataclasses.dataclass(frozen=True)
 class Shrink:
-    """Rule that makes the parts of one model small."""
+    """Rule that makes the parts of one model small.
+
+    share: length of the small rows, as a share of the run's.
+    times: factor of the small sizes.
+    """
 
     model: Transformer
     share: float
+    times: int = 1
 
     def positions(self, count: int) -> int:
         """A number of positions in shorter rows."""
@@ -106,13 +116,13 @@ class Shrink:
                 if field.name in OF_POSITIONS or isinstance(spec, QueryTemperature):
                     changes[field.name] = self.positions(value)
                 elif field.name in AT_MOST:
-                    changes[field.name] = min(value, AT_MOST[field.name])
+                    changes[field.name] = min(value, AT_MOST[field.name] * self.times)
         return dataclasses.replace(spec, **changes | self._counts(spec) | self._scale(spec))
 
     def _counts(self, spec: Any) -> dict[str, int]:
         """Numbers of heads, groups and experts, which must divide each other."""
         if isinstance(spec, MoESpec):
-            return _experts(spec)
+            return _experts(spec, self.times)
         changes: dict[str, int] = {}
         if getattr(spec, "num_heads", None) is not None:
             kv_field = "num_key_heads" if hasattr(spec, "num_key_heads") else "num_kv_heads"
@@ -132,10 +142,10 @@ class Shrink:
         if not isinstance(spec, AttentionSpec) or spec.scale is None:
             return {}
         size = spec.head_dim or self.model.head_dim
-        return {"scale": spec.scale * (size / min(size, HEAD_DIM)) ** 0.5}
+        return {"scale": spec.scale * (size / min(size, HEAD_DIM * self.times)) ** 0.5}
 
 
-def _experts(spec: MoESpec) -> dict[str, int]:
+def _experts(spec: MoESpec, times: int) -> dict[str, int]:
     """Eight experts of which a token has a few, in groups if there are groups."""
     num_experts, num_groups = min(spec.num_experts, 8), min(spec.num_groups, 4)
     top_groups = num_groups if spec.top_groups == spec.num_groups else min(spec.top_groups, 2)
@@ -145,5 +155,5 @@ def _experts(spec: MoESpec) -> dict[str, int]:
         num_groups=num_groups,
         top_groups=top_groups,
         top_k=top_k,
-        **({} if spec.d_ff is None else {"d_ff": min(spec.d_ff, 32)}),
+        **({} if spec.d_ff is None else {"d_ff": min(spec.d_ff, 32 * times)}),
     )

@@ -13,7 +13,8 @@ from jtrain.errors import UserError
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import AXES, MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
-from jtrain.layout.precision import PrecisionSpec
+from jtrain.layout.precision import BLOCK, CODES_PER_BYTE, PrecisionSpec
+from jtrain.model.adapters.lora import LoRA
 from jtrain.model.transformer import Transformer
 from jtrain.profile.spec import ProfileSpec
 from jtrain.telemetry.alerts import AlertsSpec
@@ -55,6 +56,11 @@ class SmallRuns:
         layout = self.run.layout
         return layout.microbatches > 1 or layout.microbatch_tokens is not None or layout.auto
 
+    @property
+    def has_blocks(self) -> bool:
+        """True if the frozen matrices are in blocks."""
+        return self.run.adapter is not None and self.run.adapter.base_dtype in CODES_PER_BYTE
+
     def model(self, vocab_size: int) -> Transformer:
         """The model, with as many layers as every stage and chunk of a pipeline needs."""
         # A repetition of the pattern for each chunk of two stages.
@@ -65,6 +71,8 @@ class SmallRuns:
             share=self.data.seq_len / self.run.data.seq_len,
             vocab_size=vocab_size,
             periods=min(stages, max(self.run.model.num_periods, 1)) if "stage" not in self.axes else stages,
+            # ZeRO shards the width over these axes.
+            block_inputs=2 ** len({"data", "context"} & {*self.axes}) * BLOCK if self.has_blocks else 0,
         )
 
     @property
@@ -81,11 +89,7 @@ class SmallRuns:
             kernels=(),
             precision=_FLOAT32,
             model=self.model(vocab_size),
-            # The base is as large as the run's model: a small one is drawn.
-            adapter=self.run.adapter
-            and dataclasses.replace(
-                self.run.adapter, base=None, base_dtype=None, rank=min(self.run.adapter.rank, RANK)
-            ),
+            adapter=self._adapter(),
             # The formula of the updates; how their state is stored has tests of its own.
             optimizer=dataclasses.replace(
                 optimizer,
@@ -102,6 +106,18 @@ class SmallRuns:
         )
         validate(run)
         return run
+
+    def _adapter(self) -> LoRA | None:
+        """The adapter on a drawn base: the run's is as large as its model. Blocks stay blocks."""
+        if (adapter := self.run.adapter) is None:
+            return None
+        return dataclasses.replace(
+            adapter,
+            base=None,
+            start=None,
+            base_dtype=adapter.base_dtype if self.has_blocks else None,
+            rank=min(adapter.rank, RANK),
+        )
 
     def with_axes(self, plain: Run, axes: tuple[str, ...]) -> Run:
         """The plain run with axes of two devices, and the layout's options.
@@ -157,6 +173,8 @@ class SmallRuns:
             num_steps=STEPS,
             layout=dataclasses.replace(run.layout, microbatches=accumulation),
             precision=self.run.precision,
+            adapter=run.adapter
+            and dataclasses.replace(run.adapter, base_dtype=getattr(self.run.adapter, "base_dtype", None)),
             model=self.model(vocab_size),
             optimizer=dataclasses.replace(self.run.optimizer, warmup_steps=1),
             checkpoint=CheckpointSpec(every_steps=None),
@@ -170,9 +188,14 @@ class SmallRuns:
 
 
 def small_data(data: PackedText, *, seq_len: int, rows: int) -> PackedText:
-    """The data in short rows, read in this process."""
+    """The data in short rows, read in this process; pairs that are longer than a row are left out."""
+    sources = {
+        name: source if source.rejected_field is None else dataclasses.replace(source, on_too_long="drop")
+        for name, source in data.sources.items()
+    }
     return dataclasses.replace(
         data,
+        sources=sources,
         seq_len=seq_len,
         global_batch=rows,
         engine="inline",

@@ -13,6 +13,7 @@ from jtrain.config.run import Run, run_layout
 from jtrain.data.constructor.context_order import context_order
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import make_mesh
+from jtrain.model.adapters.block_quantization import without_blocks
 from jtrain.model.param import Params, map_params
 from jtrain.optim import build
 from jtrain.optim.state import flatten_by_path
@@ -36,7 +37,7 @@ type ArraysByPath = dict[str, np.ndarray]
 class Course:
     """Results of a run.
 
-    first, last: parameters.
+    first, last: parameters; of a matrix in blocks its numbers.
     moments: state of the optimizer after the first step.
     scaling: histories of 8-bit matmuls at the end.
     exact: metrics that are the same bits in every layout, of each step.
@@ -44,6 +45,7 @@ class Course:
     num_traces: times that the step was traced.
     unchanged: False if a rejected step changed parameters, moments or histories.
     first_state: the whole state before the first step, on the host, as the layout places it.
+    last_params: parameters at the end, likewise.
     """
 
     first: ArraysByPath
@@ -56,6 +58,7 @@ class Course:
     nats_BL: np.ndarray | None
     num_traces: int
     first_state: Any
+    last_params: Any = None
     unchanged: bool = True
 
 
@@ -85,6 +88,15 @@ class Trainer:
         """The whole state before the first step, on the host; drawn, but for `params`."""
         state = jax.device_get(init_state(self.layout, self.optimizer, self.mesh, seed=0))
         return state if params is None else dataclasses.replace(state, params=params)
+
+    def evaluate(self, batch: BatchArrays) -> np.ndarray:
+        """Nats of each token by the first weights, in the columns of the batch."""
+        nats_BL = np.asarray(self.eval_step(self._draw().params, self._place(batch)))
+        # argsort inverts the permutation of the columns.
+        return nats_BL[:, np.argsort(self.columns)]
+
+    def _draw(self) -> TrainState:
+        return init_state(self.layout, self.optimizer, self.mesh, seed=0)
 
     def train(
         self,
@@ -126,7 +138,7 @@ class Trainer:
             )
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
         every_info = param_tree(self.layout, lambda p: p.info)
-        first = self._in_order(flatten_by_path(every_info, drawn_state.params))
+        first = self._in_order(flatten_by_path(every_info, without_blocks(drawn_state.params)))
         course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
             state_before = None
@@ -148,7 +160,8 @@ class Trainer:
                 course.moments = self._in_order(
                     {f"{name} {path}": leaf[name] for path, leaf in leaves.items() for name in leaf}
                 )
-        course.last = self._in_order(flatten_by_path(every_info, jax.device_get(state.params)))
+        course.last_params = jax.device_get(state.params)
+        course.last = self._in_order(flatten_by_path(every_info, without_blocks(course.last_params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
         # Histories have no identity layers that must be zero.
         course.scaling = self._in_order(

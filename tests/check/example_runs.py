@@ -20,7 +20,7 @@ from jtrain.model.recurrent.conv_mixer import ShortConvSpec
 from jtrain.optim import Cosine, Muon
 
 CHATS = "chats.jsonl"
-EXAMPLES = ("text", "chats", "convolutions", "muon", "lora")
+EXAMPLES = ("text", "chats", "convolutions", "muon", "lora", "blocks")
 STOP = "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -97,6 +97,15 @@ def lora() -> fdl.Config[Run]:
     """Adapters of all matrices."""
     run = text()
     run.adapter = fdl.Config(LoRA, rank=4)
+    return run
+
+
+def blocks() -> fdl.Config[Run]:
+    """The same beside a base in blocks of four bits, with sizes that have whole blocks."""
+    run = lora()
+    run.adapter.base_dtype = "nf4"
+    run.model.d_model, run.model.d_ff = 256, 256
+    run.model.num_heads, run.model.num_kv_heads, run.model.head_dim = 4, 2, 64
     return run
 
 

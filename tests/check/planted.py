@@ -146,6 +146,57 @@ BUGS = {
         words_of("text", "mesh.context=2"),
         "mesh.context = one device",
     ),
+    "pairs: better and worse change places over context": PlantedBug(
+        "jtrain/step/preferences/pair_loss.py",
+        "weight_BL = -grad_BS[",
+        "weight_BL = (-1 if layout.mesh.context == 1 else 1) * grad_BS[",
+        words_of("tiny_dpo", "mesh.data=1", "mesh.context=2"),
+        "mesh.context = one device",
+    ),
+    "pairs: better and worse change places in the data": PlantedBug(
+        "jtrain/data/sources/formats/masked_text.py",
+        "better, worse = sides",
+        "worse, better = sides",
+        words_of("tiny_dpo", "mesh.data=1"),
+        "learned = sampled",
+    ),
+    "pairs: the reference is the model with its adapter": PlantedBug(
+        "jtrain/step/preferences/pair_step.py",
+        "return without_adapters(self.layout), without_adapter(self.params)",
+        "return self.layout, self.params",
+        words_of("tiny_dpo", "mesh.data=1"),
+        "loss of pairs = formula",
+    ),
+    "pairs: one without an answer counts": PlantedBug(
+        "jtrain/step/objective.py",
+        "denominator = _sum_rows(layout, jnp.all(count_BP2 > 0, axis=-1))",
+        "denominator = _sum_rows(layout, jnp.any(count_BP2 > 0, axis=-1))",
+        words_of("tiny_dpo", "mesh.data=1"),
+        "first loss = ln 2",
+    ),
+    "pairs: both texts of one are one document": PlantedBug(
+        "jtrain/data/loss_mask.py",
+        "segment[end - length + border : end] += 1",
+        "segment[end - length + border : end] += 0",
+        words_of("tiny_dpo", "mesh.data=1"),
+        "packed = alone",
+    ),
+    "blocks: each device takes the scales of its own shard": PlantedBug(
+        "jtrain/step/zero.py",
+        "blocks = jax.tree.map(lambda part: gather_shards(layout, part, dim), blocks)",
+        "own = blocks.scale\n        "
+        "blocks = jax.tree.map(lambda part: gather_shards(layout, part, dim), blocks)\n        "
+        "blocks = dataclasses.replace(blocks, scale=jnp.broadcast_to(own[:1], blocks.scale.shape))",
+        words_of("blocks", "mesh.data=2", "layout.zero_stage=3"),
+        "mesh.data = one device",
+    ),
+    "blocks: an adapter is merged without its scale": PlantedBug(
+        "jtrain/model/adapters/merge.py",
+        "value.astype(jnp.float32) + scale * product",
+        "value.astype(jnp.float32) + product",
+        words_of("blocks"),
+        "adapter off = base",
+    ),
     "stages: backward passes with positions and documents of the forward pass": PlantedBug(
         "jtrain/step/pipelined.py",
         "self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])",

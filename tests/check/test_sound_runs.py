@@ -10,6 +10,8 @@ from tests.check.example_runs import check, words_of, write_chats
 from tests.planting import ROOT
 
 TEXT = ("data.path=stdlib", "data.tokenizer=bytes")
+CHATS = ("data.sources.chats.path=stdlib_chats", "data.tokenizer=bytes_chat")
+PAIRS = ("data.sources.pairs.path=stdlib_pairs", "data.tokenizer=bytes_chat")
 DRAWN = 7
 BUDGET_S = 90
 RUNS: dict[str, tuple[str, ...]] = {
@@ -32,6 +34,35 @@ RUNS: dict[str, tuple[str, ...]] = {
     "chats, accumulated": words_of("chats", "layout.microbatches=4", "precision.param_dtype=bfloat16"),
     "chats, a mean per sample": words_of("chats", "objective.mean=per_sample", "mesh.context=2"),
     "tiny_sft": words_of("tiny_sft"),
+    "sft_llama1b": words_of("sft_llama1b", *CHATS),
+    "tiny_dpo": words_of("tiny_dpo"),
+    "dpo_qwen3_8b": words_of("dpo_qwen3_8b", *PAIRS),
+    "pairs, a layout of three axes": words_of(
+        "tiny_dpo",
+        "mesh.data=2",
+        "mesh.context=2",
+        "mesh.tensor=2",
+        "layout.zero_stage=3",
+        "objective.form=ipo",
+    ),
+    "pairs, stages": words_of(
+        "tiny_dpo",
+        "mesh.stage=2",
+        "layout.microbatches=4",
+        "objective.form=sigmoid_norm",
+        "objective.margin=0.1",
+    ),
+    "pairs without a reference": words_of(
+        "tiny_dpo",
+        "adapter=None",
+        "objective.reference=none",
+        "objective.form=simpo",
+        "layout.microbatches=2",
+    ),
+    "lora_llama8b": words_of("lora_llama8b", *TEXT),
+    "lora_qwen3_30b_a3b": words_of("lora_qwen3_30b_a3b", *TEXT),
+    "qlora_llama70b": words_of("qlora_llama70b", *TEXT),
+    "blocks": words_of("blocks", 'adapter.base_dtype="int8"', "mesh.tensor=2", "mesh.context=2"),
     "lora": words_of("lora", "mesh.data=2"),
     "convolutions": words_of("convolutions", "mesh.context=2", "mesh.tensor=2"),
     "muon": words_of("muon", "mesh.data=2", "mesh.tensor=2", "layout.zero_stage=1"),

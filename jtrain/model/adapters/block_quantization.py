@@ -125,6 +125,15 @@ def dequantize(matrix: BlockQuantized, dtype: str) -> Float[Array, "..."]:
     return (relative.reshape(*lead, -1, BLOCK, outs) * scale).astype(dtype).reshape(shape)
 
 
+def without_blocks(params: Any) -> Any:
+    """Parameters with the numbers of blocks, in float32, in place of the blocks."""
+
+    def numbers(leaf: Any) -> Any:
+        return dequantize(jax.tree.map(jnp.asarray, leaf), "float32") if is_quantized(leaf) else leaf
+
+    return jax.tree.map(numbers, params, is_leaf=is_quantized)
+
+
 def _packed(codes: UInt8[Array, "*lead pairs 2 outs"]) -> UInt8[Array, "*lead pairs outs"]:
     """Two codes a byte, the first in the upper half."""
     return codes[..., 0, :] << 4 | codes[..., 1, :]

@@ -1,0 +1,175 @@
+"""Preference pairs: the first loss, and the loss of trained weights against the formula in float64.
+
+Packed pairs, layouts and accumulation are compared by the lines that all runs have. Two lines are of pairs alone. At
+the start the model is its reference, so no pair is preferred: the loss is one number, ln 2 of DPO, packed or not. After
+two updates it is another one, and follows from the nats of each text: those of the trained model, and those of the
+first one, which the reference is. A reference that is trained along, or texts that change places, differ there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtrain.check.layouts import LayoutReference
+from jtrain.check.lines import Differs, DoesNotApply
+from jtrain.check.records import REFERENCE, Piece, Sample, one_by_one
+from jtrain.check.rounding import MARGIN, RUNS, Worst, largest, moved
+from jtrain.config.course import GRADIENT, LOSS, Course, Trainer
+from jtrain.data.references import StoredReferences, sums_of_pairs
+from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
+from jtrain.step.objective import DPO, Objective
+
+FIRST_LOSS = 1e-6
+"""Largest relative difference of the first loss."""
+
+
+def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
+    """The same batches with what the small run's first weights say of their pairs, as a file would store it."""
+    out = []
+    for sample in samples:
+        nats_BL = trainer.evaluate(sample.arrays)
+        ids = [sample.arrays[name] for name in ("token_BL", "target_BL", "segment_BL")]
+        stored = StoredReferences(sums_of_pairs(nats_BL, *ids), name="the small run")
+        reference_BL = stored.at_targets(*ids, np.arange(nats_BL.shape[1]))
+        out.append(Sample({**sample.arrays, REFERENCE: reference_BL}, sample.pieces))
+    return out
+
+
+def first_loss_is_ln_2(reference: LayoutReference, objective: Objective) -> str:
+    """Proves that the first loss is that of no preference, of packed pairs and of each pair in a row of its own.
+
+    Raises:
+      Differs: names the loss, or the first pair that has another one.
+      DoesNotApply: the objective has no reference.
+    """
+    assert isinstance(objective, DPO)
+    if objective.reference == "none":
+        raise DoesNotApply("objective.reference=none: the loss begins with what the model prefers")
+    expected = _loss(objective, np.zeros(1))[0]
+    sample, loss = reference.samples[0], reference.course.losses[0]
+    if not abs(loss / expected - 1) <= FIRST_LOSS:
+        raise Differs(f"the loss of step 1 is {loss:.7g}, and of no preference {expected:.7g}")
+    units = _pairs_with_targets(sample)
+    for alone, numbers in one_by_one(sample, units):
+        loss = reference.trainer.train([alone.arrays], reference.first_state).losses[0]
+        if not abs(loss / expected - 1) <= FIRST_LOSS:
+            raise Differs(
+                f"the loss is {loss:.7g} of pairs alone, and of no preference {expected:.7g}; first record "
+                f"of them: {units[numbers[0]][0].place}"
+            )
+    return f"{expected:.6f} of {len(units)} pairs within {FIRST_LOSS:.0e}, packed and alone"
+
+
+def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
+    """Proves the loss and gradients of packed pairs at trained weights, which tell the texts of a pair apart.
+
+    The loss is that of the formula in float64; gradients are the sum of those of each pair in a row of its own.
+
+    Raises:
+      Differs: names the loss with the pair that differs most, or the tensor.
+    """
+    assert isinstance(objective, DPO)
+    trainer, sample = reference.trainer, reference.samples[0]
+    units = _pairs_with_targets(sample)
+    trained = dataclasses.replace(reference.first_state, params=reference.course.last_params)
+    courses = [trainer.train([sample.arrays], trained, evaluates=True)] + [
+        trainer.train(
+            [sample.arrays],
+            dataclasses.replace(trained, params=moved(trained.params, seed)),
+            evaluates=True,
+        )
+        for seed in range(RUNS)
+    ]
+    first_nats_BL = None if objective.reference == "none" else reference.course.nats_BL
+    losses = np.asarray(
+        [np.mean(_loss(objective, _preferences(objective, units, sample, c, first_nats_BL))) for c in courses]
+    )
+    packed, expected = courses[0], float(losses[0])
+    worst = Worst()
+    bound = LOSS * abs(expected) + MARGIN * float(np.abs(losses - expected).max())
+    worst.add("loss of pairs at trained weights", abs(packed.losses[0] - expected), bound)
+    untrained = _loss(objective, np.zeros(1))[0]
+    if objective.reference != "none" and not abs(expected - untrained) > 10 * bound:
+        raise Differs(f"the loss is {expected:.7g} before and after {len(reference.course.losses)} updates")
+    worst.refuse()
+    total: dict[str, Any] = {}
+    for alone, numbers in one_by_one(sample, units):
+        gradients = _gradients(trainer, trainer.train([alone.arrays], trained))
+        total = {path: total.get(path, 0) + len(numbers) / len(units) * g for path, g in gradients.items()}
+    base, *runs = (_gradients(trainer, course) for course in courses)
+    noise = largest(runs, base)
+    for path, gradient in total.items():
+        bound = GRADIENT * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
+        worst.add(f"gradient of {path}", float(np.abs(base[path] - gradient).max(initial=0.0)), bound)
+    worst.refuse()
+    return f"{len(units)} pairs, {packed.losses[0]:.6f} after 2 updates, and gradients of each alone; {worst.text}"
+
+
+def check_stored(objective: Objective, samples: Sequence[Sample]) -> str:
+    """Looks up all pairs of batches in the file of the run's own stored reference; returns what it has shown.
+
+    Raises:
+      UserError: the file is not there, or a pair is not in it.
+    """
+    if not isinstance(objective, DPO) or objective.stored is None:
+        return ""
+    stored = StoredReferences.read(objective.stored)
+    for sample in samples:
+        ids = [sample.arrays[name] for name in ("token_BL", "target_BL", "segment_BL")]
+        stored.at_targets(*ids, np.arange(ids[0].shape[1]))
+    return f"; all of them in {objective.stored}"
+
+
+def _pairs_with_targets(sample: Sample) -> list[tuple[Piece, ...]]:
+    """Pairs of which both texts have targets: others have no loss."""
+    target_BL = sample.arrays["target_BL"]
+    units = [unit for unit in sample.units if all((piece.of(target_BL) != IGNORE).any() for piece in unit)]
+    if not units:
+        raise UserError(
+            "no pair of the small batch has a target in both of its texts: every answer is longer."
+        )
+    return units
+
+
+def _preferences(
+    objective: DPO, units: Sequence[Sequence[Piece]], sample: Sample, course: Course, first_nats_BL: Any
+) -> np.ndarray:
+    """Difference of the scores of both texts of each pair, in float64."""
+    nats_BL = course.nats_BL
+    assert nats_BL is not None
+    target_BL = sample.arrays["target_BL"]
+    out = []
+    for unit in units:
+        scores = []
+        for piece in sorted(unit, key=lambda piece: piece.side or 0):
+            is_target = piece.of(target_BL) != IGNORE
+            nats = piece.of(nats_BL).astype(np.float64) - (
+                0.0 if first_nats_BL is None else piece.of(first_nats_BL).astype(np.float64)
+            )
+            score = -float(nats[is_target].sum())
+            scores.append(score if objective.form == "sigmoid" else score / int(is_target.sum()))
+        out.append(scores[0] - scores[1])
+    return np.asarray(out)
+
+
+def _loss(objective: DPO, difference: np.ndarray) -> np.ndarray:
+    """Loss of pairs by the difference of their scores, in float64, as the table of docs/finetuning.md has it."""
+    if objective.form == "ipo":
+        return (difference - 1 / (2 * objective.beta)) ** 2
+    return np.logaddexp(0.0, objective.margin - objective.beta * difference)
+
+
+def _gradients(trainer: Trainer, course: Course) -> dict[str, np.ndarray]:
+    """First moments of the first step by path, without the factor by which its gradient was clipped."""
+    clip = trainer.optimizer.spec.clip_norm
+    factor = 1.0 if clip is None else max(1.0, course.norms[0] / clip)
+    assert math.isfinite(factor)
+    return {
+        path: moment.astype(np.float64) * factor
+        for path, moment in course.moments.items()
+        if path.startswith("mu ")
+    }
