@@ -32,7 +32,7 @@ def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[S
     out = []
     for sample in samples:
         nats_BL = trainer.evaluate(sample.arrays)
-        ids = [sample.arrays[name] for name in ("token_BL", "target_BL", "segment_BL")]
+        ids = _ids(sample)
         stored = StoredReferences(sums_of_pairs(nats_BL, *ids), name="the small run")
         reference_BL = stored.at_targets(*ids, np.arange(nats_BL.shape[1]))
         out.append(Sample({**sample.arrays, REFERENCE: reference_BL}, sample.pieces))
@@ -49,7 +49,7 @@ def first_loss_is_ln_2(reference: LayoutReference, objective: Objective) -> str:
     assert isinstance(objective, DPO)
     if objective.reference == "none":
         raise DoesNotApply("objective.reference=none: the loss begins with what the model prefers")
-    expected = _loss(objective, np.zeros(1))[0]
+    expected = loss_of_differences(objective, np.zeros(1))[0]
     sample, loss = reference.samples[0], reference.course.losses[0]
     if not abs(loss / expected - 1) <= FIRST_LOSS:
         raise Differs(f"the loss of step 1 is {loss:.7g}, and of no preference {expected:.7g}")
@@ -86,13 +86,16 @@ def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
     ]
     first_nats_BL = None if objective.reference == "none" else reference.course.nats_BL
     losses = np.asarray(
-        [np.mean(_loss(objective, _preferences(objective, units, sample, c, first_nats_BL))) for c in courses]
+        [
+            np.mean(loss_of_differences(objective, _preferences(objective, units, sample, c, first_nats_BL)))
+            for c in courses
+        ]
     )
     packed, expected = courses[0], float(losses[0])
     worst = Worst()
     bound = LOSS * abs(expected) + MARGIN * float(np.abs(losses - expected).max())
     worst.add("loss of pairs at trained weights", abs(packed.losses[0] - expected), bound)
-    untrained = _loss(objective, np.zeros(1))[0]
+    untrained = loss_of_differences(objective, np.zeros(1))[0]
     if objective.reference != "none" and not abs(expected - untrained) > 10 * bound:
         raise Differs(f"the loss is {expected:.7g} before and after {len(reference.course.losses)} updates")
     worst.refuse()
@@ -119,9 +122,14 @@ def check_stored(objective: Objective, samples: Sequence[Sample]) -> str:
         return ""
     stored = StoredReferences.read(objective.stored)
     for sample in samples:
-        ids = [sample.arrays[name] for name in ("token_BL", "target_BL", "segment_BL")]
+        ids = _ids(sample)
         stored.at_targets(*ids, np.arange(ids[0].shape[1]))
     return f"; all of them in {objective.stored}"
+
+
+def _ids(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets and segments of a batch, of which the hashes of pairs are made."""
+    return sample.arrays["token_BL"], sample.arrays["target_BL"], sample.arrays["segment_BL"]
 
 
 def _pairs_with_targets(sample: Sample) -> list[tuple[Piece, ...]]:
@@ -156,7 +164,7 @@ def _preferences(
     return np.asarray(out)
 
 
-def _loss(objective: DPO, difference: np.ndarray) -> np.ndarray:
+def loss_of_differences(objective: DPO, difference: np.ndarray) -> np.ndarray:
     """Loss of pairs by the difference of their scores, in float64, as the table of docs/finetuning.md has it."""
     if objective.form == "ipo":
         return (difference - 1 / (2 * objective.beta)) ** 2

@@ -72,6 +72,8 @@ class RunCheck:
     def proofs(self) -> Proofs:
         """Yields the lines; one that is not called for costs nothing."""
         yield "learned = sampled", self._learned
+        if any(source.message_weights for source in self.run.data.named_sources.values()):
+            yield "weights of messages", self._weights
         rows = self.run.data.global_batch
         yield "targets per batch > 0", lambda: targets_are_never_zero(self.read, rows=rows)
         yield "packed = alone", self._packed
@@ -151,6 +153,9 @@ class RunCheck:
         """The small model on one device."""
         params = without_blocks(without_adapter(self.reference.first_state.params))
         return OneDevice(self.plain.model, params)
+
+    def _weights(self) -> str:
+        raise DoesNotApply("message_weights=True: all lines compare targets that weigh alike")
 
     def _learned(self) -> str:
         return learned_is_sampled(self.dataset, self.read) + check_stored(self.run.objective, self.read)

@@ -99,12 +99,12 @@ def _pieces(dataset: TextDataset, pieces: Pieces, segment_BL: np.ndarray) -> tup
         name = stream.identity_of(record)
         name = f"{dataset.names[source]} {name}" if several else name
         piece = Piece(row, column, column + length, name, source, record)
-        out += [piece] if stream.setup.source.rejected_field is None else _texts_of_pair(piece, segment_BL)
+        out += [piece] if stream.setup.source.rejected_field is None else texts_of_pair(piece, segment_BL)
         column += length
     return tuple(out)
 
 
-def _texts_of_pair(pair: Piece, segment_BL: np.ndarray) -> list[Piece]:
+def texts_of_pair(pair: Piece, segment_BL: np.ndarray) -> list[Piece]:
     """Both texts of a pair, where its segment changes.
 
     Raises:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jtrain.check.lines import Differs
-from jtrain.check.pairs import _loss
-from jtrain.check.records import Sample, cut_pairs, one_by_one, read_samples
+from jtrain.check.pairs import loss_of_differences
+from jtrain.check.records import Sample, cut_pairs, one_by_one, read_samples, texts_of_pair
 from jtrain.check.sampled import learned_is_sampled
 from jtrain.check.small_run import small_data
 from jtrain.config.load import load_config
@@ -73,11 +73,9 @@ def test_both_answers_are_learned_and_their_places_count(pairs: TextDataset, sam
 
 
 def test_a_pair_of_one_segment_is_named(pairs: TextDataset, sample: Sample) -> None:
-    from jtrain.check.records import _texts_of_pair
-
     whole = dataclasses.replace(sample.pieces[0], end=sample.pieces[1].end)
     with pytest.raises(Differs, match="has 1 segments, and two texts"):
-        _texts_of_pair(whole, np.ones_like(sample.arrays["segment_BL"]))
+        texts_of_pair(whole, np.ones_like(sample.arrays["segment_BL"]))
 
 
 @pytest.mark.parametrize(
@@ -97,5 +95,5 @@ def test_the_formula_is_that_of_the_step(objective: DPO) -> None:
     got, _ = pair_losses(objective, jnp.asarray(scores), jnp.asarray(counts))
     if objective.form != "sigmoid":
         scores = scores / counts
-    want = _loss(objective, (scores[..., 0] - scores[..., 1]).astype(np.float64))
+    want = loss_of_differences(objective, (scores[..., 0] - scores[..., 1]).astype(np.float64))
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)

@@ -48,9 +48,13 @@ def test_a_small_run_has_the_layers_and_axes_of_the_large_one(name: str) -> None
     large, model = run.model, plain.model
     assert (model.num_heads == model.num_kv_heads) == (large.num_heads == large.num_kv_heads)
     # Blocks of 64 inputs, whole ones in each shard, are wide.
-    assert sum(np.prod(info.shape) for info in model.param_infos()) < (600_000 if small.has_blocks else 400_000)
+    assert sum(np.prod(info.shape) for info in model.param_infos()) < (
+        600_000 if small.has_blocks else 400_000
+    )
     if small.has_blocks:
-        assert plain.adapter is not None and plain.adapter.base_dtype == run.adapter.base_dtype
+        assert run.adapter is not None
+        assert plain.adapter is not None
+        assert plain.adapter.base_dtype == run.adapter.base_dtype
         assert {info.dtype for info in plain.param_infos() if info.frozen} == {"nf4", "bfloat16"}
     if isinstance(large.router, MoESpec):
         assert model.router is not None
