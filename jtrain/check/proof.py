@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jtrain.check.adapter import adapter_off_is_base
 from jtrain.check.interruption import resume_is_unbroken
 from jtrain.check.layouts import LayoutReference
@@ -34,8 +36,8 @@ from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.block_quantization import without_blocks
 from jtrain.step.objective import DPO
 
-ROWS, LONG_ROWS, LONG_COLUMNS = 16, 8, 512
-"""Rows of a small batch, and of one with as many columns: eight devices have two or one of them."""
+ROWS, LONG_ROWS, LONG_COLUMNS = 16, 8, 256
+"""Rows of a small batch, and of one with more columns: eight devices have two or one of them."""
 TEXT_COLUMNS, SAMPLE_COLUMNS, PAIR_COLUMNS = 128, 512, 1024
 """Most columns of a small row of text, which may be cut anywhere, of whole samples, and of pairs of them."""
 READ_TOKENS, READ_S = 1 << 18, 8.0
@@ -112,10 +114,15 @@ class RunCheck:
     @functools.cached_property
     def small(self) -> SmallRuns:
         """Small runs on short rows: a multiple of 16 columns, which every axis splits."""
-        has_samples = any(stream.has_samples for stream in self.dataset.streams)
-        most = (PAIR_COLUMNS if self.run.data.has_pairs else SAMPLE_COLUMNS) if has_samples else TEXT_COLUMNS
-        columns = max(16, min(self.run.data.seq_len, most) // 16 * 16)
-        rows = ROWS if columns < LONG_COLUMNS else LONG_ROWS
+        most, wanted = TEXT_COLUMNS, TEXT_COLUMNS
+        if any(stream.has_samples for stream in self.dataset.streams):
+            most = PAIR_COLUMNS if self.run.data.has_pairs else SAMPLE_COLUMNS
+            units = itertools.chain.from_iterable(sample.units for sample in self.read)
+            lengths = [sum(piece.end - piece.start for piece in unit) for unit in units]
+            # Three samples a row show what packing does; more would only compute longer.
+            wanted = max(wanted, 3 * int(np.quantile(lengths, 0.75)))
+        columns = max(16, min(self.run.data.seq_len, most, wanted) // 16 * 16)
+        rows = ROWS if columns <= LONG_COLUMNS else LONG_ROWS
         return SmallRuns(self.run, small_data(self.run.data, seq_len=columns, rows=rows))
 
     @functools.cached_property
