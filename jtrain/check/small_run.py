@@ -83,7 +83,11 @@ class SmallRuns:
             # The base is as large as the run's model: a small one is drawn.
             adapter=self.run.adapter
             and dataclasses.replace(
-                self.run.adapter, base=None, base_dtype=None, rank=min(self.run.adapter.rank, RANK), dropout=0.0
+                self.run.adapter,
+                base=None,
+                base_dtype=None,
+                rank=min(self.run.adapter.rank, RANK),
+                dropout=0.0,
             ),
             # The formula of the updates; how their state is stored has tests of its own.
             optimizer=dataclasses.replace(

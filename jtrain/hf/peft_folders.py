@@ -27,9 +27,7 @@ from jtrain.runtime.atomic_io import replacing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_PLAIN: dict[str, Any] = dict(
-    bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None
-)
+_PLAIN: dict[str, Any] = dict(bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None)
 """Fields of adapter_config.json that change what an adapter is, and the values without which it is no `LoRA`."""
 
 
@@ -77,11 +75,9 @@ def write_adapter(
             "base_model_name_or_path": base,
             "inference_mode": True,
             "r": adapter.rank,
-            "lora_alpha": adapter.alpha,
             "lora_dropout": adapter.dropout,
-            "use_rslora": adapter.rslora,
             **target_names(targets, model, family),
-            **_patterns(targets, adapter),
+            **_scales(targets, adapter),
         }
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return [CONFIG, WEIGHTS]
@@ -97,10 +93,12 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise FileError(f"{folder} has no {' and no '.join(missing)}. Give a folder that peft saved.")
     config = json.loads((folder / CONFIG).read_text())
-    ours = (
-        dict(r=adapter.rank, lora_alpha=adapter.alpha, use_rslora=adapter.rslora, peft_type="LORA") | _PLAIN
-    )
-    ours["lora_dropout"] = adapter.dropout
+    ours = dict(r=adapter.rank, peft_type="LORA", lora_dropout=adapter.dropout) | _PLAIN
+    # Two ways to say one scale are one adapter.
+    if not math.isclose(
+        _scale_of(config, config.get("lora_alpha", 0.0), config.get("r", 1)), adapter.scale, rel_tol=1e-6
+    ):
+        ours |= dict(lora_alpha=adapter.alpha, use_rslora=adapter.rslora)
     wrong = [
         f"{name}={config[name]!r} there, {value!r} here"
         for name, value in ours.items()
@@ -142,16 +140,24 @@ def _matching(
     options: Any = dict(joins_experts=joins_experts)
     targets = adapter_tensors(model, adapter, family, **options)
     shared = adapter_tensors(model, adapter, family, shares_a=True, **options)
-    has_shared = all(name in tensors and tensors[name].shape == target.shape for name, target in shared.items())
+    has_shared = all(
+        name in tensors and tensors[name].shape == target.shape for name, target in shared.items()
+    )
     return shared if has_shared else targets
 
 
-def _patterns(targets: Mapping[str, AdapterTensor], adapter: LoRA) -> dict[str, dict[str, float]]:
-    """Ranks other than the adapter's, and the alphas with which the scale is the adapter's."""
-    ranks = {below_layer(target.target): target.rank for target in targets.values() if target.rank != adapter.rank}
-    root = 0.5 if adapter.rslora else 1.0
-    alphas = {name: adapter.scale * rank**root for name, rank in ranks.items()}
-    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+def _scales(targets: Mapping[str, AdapterTensor], adapter: LoRA) -> dict[str, Any]:
+    """Fields of the scale, the same for all targets: alphas, and ranks other than the adapter's."""
+    # peft joins experts for transformers 5 with twice the rank and twice the alpha, which is the same scale by
+    # alpha / rank alone.
+    has_experts = any(part.info.is_experts for target in targets.values() for part in target.parts)
+    has_root = adapter.rslora and not has_experts
+    alpha = adapter.alpha if has_root == adapter.rslora else adapter.scale * adapter.rank
+    ranks = {
+        below_layer(target.target): target.rank for target in targets.values() if target.rank != adapter.rank
+    }
+    alphas = {name: adapter.scale * rank for name, rank in ranks.items()}
+    return {"lora_alpha": alpha, "use_rslora": has_root, "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 def _check_scale(folder: Path, config: Mapping[str, Any], target: AdapterTensor, adapter: LoRA) -> None:
@@ -160,9 +166,14 @@ def _check_scale(folder: Path, config: Mapping[str, Any], target: AdapterTensor,
     # As peft matches them: the whole name, or its end behind a dot.
     alphas = (alpha for key, alpha in patterns if re.fullmatch(rf"(?:.*\.)?(?:{key})", target.target))
     alpha = next(alphas, config["lora_alpha"])
-    scale = alpha / (math.sqrt(target.rank) if adapter.rslora else target.rank)
+    scale = _scale_of(config, alpha, target.rank)
     if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
         raise UserError(
             f"{folder / CONFIG} scales the adapter of {target.target} by {scale:g} (alpha {alpha:g}, rank "
             f"{target.rank}), adapter=LoRA(...) all by {adapter.scale:g}. Give a folder whose adapters have one scale."
         )
+
+
+def _scale_of(config: Mapping[str, Any], alpha: float, rank: int) -> float:
+    """Factor of A B."""
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -106,7 +106,9 @@ def adapter_tensors(
                     module, parameter = f"{module}.experts", _parameter_of(part)
                 stacks.setdefault(module, {}).setdefault(parameter, []).append(part)
             else:
-                tensors |= _of_module(name, part, pairs[part.info.path], adapter.rank, is_alone=len(held) == 1)
+                tensors |= _of_module(
+                    name, part, pairs[part.info.path], adapter.rank, is_alone=len(held) == 1
+                )
     is_transposed = (family or family_of(model)).model_type in _TRANSPOSED
     for module, parameters in stacks.items():
         for depth, (parameter, parts) in enumerate(reversed(parameters.items())):
@@ -154,7 +156,9 @@ def _joined(name: str, part: Part) -> tuple[str, str, Part]:
     module, parameter = name.rpartition(".0.")[0], _parameter_of(part)
     outputs, inputs = part.tensor.dims.split()
     # Gate comes first.
-    tensor = Tensor(name, f"X 2{outputs} {inputs}", 0 if part.info.path.rpartition(".")[2].startswith("gate") else 1)
+    tensor = Tensor(
+        name, f"X 2{outputs} {inputs}", 0 if part.info.path.rpartition(".")[2].startswith("gate") else 1
+    )
     tensor = Tensor(name, f"X {outputs} {inputs}") if parameter == "down_proj" else tensor
     return module, parameter, dataclasses.replace(part, index=part.index[:-1], tensor=tensor)
 
@@ -179,7 +183,9 @@ def _of_stack(
     return Part(info, part.index, tensor, {**part.sizes, "R": rank}, part.rotated)
 
 
-def target_names(tensors: dict[str, AdapterTensor], model: Transformer, family: Family | None) -> dict[str, Any]:
+def target_names(
+    tensors: dict[str, AdapterTensor], model: Transformer, family: Family | None
+) -> dict[str, Any]:
     """Fields of adapter_config.json that say which modules and parameters have an adapter."""
     modules = {tensor.target for tensor in tensors.values() if not tensor.is_parameter}
     others = {
