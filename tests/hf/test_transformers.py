@@ -96,7 +96,7 @@ def test_adapters_of_experts_compute_the_same_in_peft(
     model = model_from_config(json.loads(FAMILIES.read_text())[family])
     lora = LoRA(rank=2, alpha=4.0, rslora=rslora)
     infos = [dataclasses.replace(i, std=0.3) if i.is_adapter else i for i in lora.infos(model.param_infos())]
-    params = jax.tree.map(np.asarray, init_params(tuple(infos), seed=0, dtype="float32"))
+    params = init_params(tuple(infos), seed=0, dtype="float32")
     merged = merge(tuple(infos), params, lora.scale, lambda _: "float32")
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 24)).astype(np.int32)
     position = np.tile(np.arange(24, dtype=np.int32), (2, 1))

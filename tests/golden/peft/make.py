@@ -6,9 +6,10 @@ need none.
 
 Each case is a folder as peft saves it, on the weights of tests/golden/hf, plus `reference.npz`: logits and the
 gradients of the mean cross entropy by A and B, on a CPU in float64, but for what transformers computes in float32, so
-that next to nothing but jtrain's own rounding is compared; stored in float32. `llama` has an adapter beside every linear
-layer, `qwen3` beside three, with the scale of rsLoRA. `qwen3_moe` has one beside each expert's matrices, which are
-modules in transformers 4; in `qwen3_moe_v5` they are two parameters of transformers 5, gate and up in one with one A.
+that next to nothing but jtrain's own rounding is compared; stored in float32. `llama` has an adapter beside every
+linear layer, `qwen3` beside three, with the scale of rsLoRA. `qwen3_moe` has one beside each expert's matrices,
+which are modules in transformers 4; in `qwen3_moe_v5` they are two parameters of transformers 5, gate and up in one
+with one A.
 A and B are drawn large, so that logits differ from those of the base.
 Made with torch 2.13.0, transformers 4.57.6 (`qwen3_moe`) and 5.23.0, and peft 0.21.2.
 """
@@ -67,7 +68,8 @@ def main() -> None:
         fields["target_modules"] = sorted(fields["target_modules"])
         config_file.write_text(json.dumps(fields, indent=2) + "\n")
         gradients = {
-            f"grad/{key.replace('.default', '')}": value.grad.float().numpy() for key, value in trained.items()
+            f"grad/{key.replace('.default', '')}": value.grad.float().numpy()
+            for key, value in trained.items()
         }
         # Logits of the first row alone: they are the larger part of the file.
         logits = out.logits.detach().float().numpy()[:1]
