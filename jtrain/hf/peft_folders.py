@@ -95,9 +95,8 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     config = json.loads((folder / CONFIG).read_text())
     ours = dict(r=adapter.rank, peft_type="LORA", lora_dropout=adapter.dropout) | _PLAIN
     # Two ways to say one scale are one adapter.
-    if not math.isclose(
-        _scale_of(config, config.get("lora_alpha", 0.0), config.get("r", 1)), adapter.scale, rel_tol=1e-6
-    ):
+    scale = _scale_of(config, float(config.get("lora_alpha", 0)), config.get("r", 1))
+    if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
         ours |= dict(lora_alpha=adapter.alpha, use_rslora=adapter.rslora)
     wrong = [
         f"{name}={config[name]!r} there, {value!r} here"
@@ -165,7 +164,7 @@ def _check_scale(folder: Path, config: Mapping[str, Any], target: AdapterTensor,
     patterns = (config.get("alpha_pattern") or {}).items()
     # As peft matches them: the whole name, or its end behind a dot.
     alphas = (alpha for key, alpha in patterns if re.fullmatch(rf"(?:.*\.)?(?:{key})", target.target))
-    alpha = next(alphas, config["lora_alpha"])
+    alpha = float(next(alphas, config["lora_alpha"]))
     scale = _scale_of(config, alpha, target.rank)
     if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
         raise UserError(

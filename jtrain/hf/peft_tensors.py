@@ -155,11 +155,12 @@ def _joined(name: str, part: Part) -> tuple[str, str, Part]:
     """Module and parameter of all experts of a layer, of the first expert's tensor, and what of it holds ours."""
     module, parameter = name.rpartition(".0.")[0], _parameter_of(part)
     outputs, inputs = part.tensor.dims.split()
-    # Gate comes first.
-    tensor = Tensor(
-        name, f"X 2{outputs} {inputs}", 0 if part.info.path.rpartition(".")[2].startswith("gate") else 1
-    )
-    tensor = Tensor(name, f"X {outputs} {inputs}") if parameter == "down_proj" else tensor
+    if parameter == "down_proj":
+        tensor = Tensor(name, f"X {outputs} {inputs}")
+    else:
+        # Gate comes first.
+        is_up = part.info.path.rpartition(".")[2].startswith("up")
+        tensor = Tensor(name, f"X 2{outputs} {inputs}", part=int(is_up))
     return module, parameter, dataclasses.replace(part, index=part.index[:-1], tensor=tensor)
 
 

@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jtrain.errors import FileError, UserError
+from jtrain.hf.model_config import model_from_config
 from jtrain.hf.peft_folders import read_adapter, write_adapter
 from jtrain.hf.peft_tensors import AdapterTensor, adapter_tensors
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
 from jtrain.model.forward_placement import single_device
-from jtrain.model.param import at_path, merge_trees
+from jtrain.model.param import at_path, init_params, merge_trees
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "peft"
+FAMILIES = Path(__file__).parents[1] / "families" / "configs.json"
 ADAPTERS = {
     "llama": LoRA(rank=4, alpha=8.0),
     "qwen3": LoRA(rank=3, alpha=6.0, targets=("q", "v", "down"), rslora=True),
@@ -113,3 +115,43 @@ def test_other_kinds_and_other_folders_are_refused(llama: Any, tmp_path: Path) -
         read_adapter(tmp_path / "dora", llama.model, ADAPTERS["llama"])
     with pytest.raises(UserError, match="trains whole parameters"):
         write_adapter(tmp_path / "out", {}, llama.model, LoRA(train=("embed",)), dtype="float32")
+
+
+def test_the_dropout_is_carried_both_ways(llama: Any, tmp_path: Path) -> None:
+    dropping = dataclasses.replace(ADAPTERS["llama"], dropout=0.1)
+    own = read_adapter(GOLDEN / "llama", llama.model, ADAPTERS["llama"])
+    write_adapter(tmp_path / "out", own, llama.model, dropping, dtype="float32")
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
+    read_adapter(tmp_path / "out", llama.model, dropping)
+    with pytest.raises(UserError, match=r"lora_dropout=0\.1 there, 0\.0 here\. Set the fields of adapter"):
+        read_adapter(tmp_path / "out", llama.model, ADAPTERS["llama"])
+
+
+def test_experts_of_one_tensor_are_written_with_an_a_for_gate_and_one_for_up(tmp_path: Path) -> None:
+    """As gpt-oss has them: twice the rank, zeros between the two, and the adapter's scale; read as it was written."""
+    model = model_from_config(json.loads(FAMILIES.read_text())["gpt_oss"])
+    lora = LoRA(rank=2, alpha=4.0, targets=("mlp.*",), rslora=True)
+    infos = tuple(dataclasses.replace(i, std=0.3) for i in lora.infos(model.param_infos()) if i.is_adapter)
+    params = init_params(infos, seed=0, dtype="float32")
+    write_adapter(tmp_path / "out", params, model, lora, dtype="float32")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert config["target_modules"] == []
+    assert config["rank_pattern"] == {"mlp.experts.gate_up_proj": 4}
+    scales = config["lora_alpha"] / config["r"], config["alpha_pattern"]["mlp.experts.gate_up_proj"] / 4
+    assert not config["use_rslora"]
+    np.testing.assert_allclose(scales, lora.scale)
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
+    assert np.mean(tensors[name] == 0) == 0.5
+    again = read_adapter(tmp_path / "out", model, lora)
+    for info in infos:
+        np.testing.assert_array_equal(at_path(again, info.path), at_path(params, info.path))
+
+    save_file(tensors | {name: np.ones_like(tensors[name])}, tmp_path / "out" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="mixes the rows of A of gate and up"):
+        read_adapter(tmp_path / "out", model, lora)
+    config["alpha_pattern"] = {}
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"gate_up_proj by 1\.41421 .*LoRA\(\.\.\.\) all by 2\.82843"):
+        read_adapter(tmp_path / "out", model, lora)

@@ -41,7 +41,7 @@ def compiled(lora: LoRA | None) -> tuple[Layout, CompiledStep, MemoryPlan]:
 
 
 def float32_of_the_base(layout: Layout, program: CompiledStep) -> Iterator[str]:
-    """Opcodes of instructions with a float32 array as large as a matrix of the base, its shard, or either of one layer."""
+    """Opcodes of instructions with a float32 array as large as a matrix of the base, its shard, or a layer of it."""
     sizes = set[int]()
     for p in layout.params:
         if p.info.is_matrix and not p.info.is_adapter:
