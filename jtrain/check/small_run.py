@@ -117,6 +117,8 @@ class SmallRuns:
             start=None,
             base_dtype=adapter.base_dtype if self.has_blocks else None,
             rank=min(adapter.rank, RANK),
+            # Masks are random: without them packed rows and rows of one document have one loss.
+            dropout=0.0,
         )
 
     def with_axes(self, plain: Run, axes: tuple[str, ...]) -> Run:

@@ -19,7 +19,7 @@ from jtrain.data import PackedText, Source
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
 from jtrain.errors import UserError
-from jtrain.layout.dims import ParamInfo
+from jtrain.layout.dims import AdapterDropout, ParamInfo
 from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
@@ -159,6 +159,9 @@ class Run:
             kernels=self.kernels,
             pipeline=self.pipeline,
             adapter_scale=None if self.adapter is None else self.adapter.scale,
+            adapter_dropout=AdapterDropout(self.adapter.dropout, self.seed)
+            if self.adapter is not None and self.adapter.dropout
+            else None,
         )
 
 
@@ -264,6 +267,11 @@ def check_preferences(run: Run) -> None:
             )
     if not isinstance(objective, DPO):
         return
+    if run.adapter is not None and run.adapter.dropout:
+        raise UserError(
+            f"adapter.dropout={run.adapter.dropout} with objective=DPO(...): the two log-probabilities of a pair, and "
+            "those of the reference, would be of different random models. Set adapter.dropout=0.0."
+        )
     if objective.reference == "adapter_off" and run.adapter is None:
         raise UserError(
             "objective.reference=adapter_off is the model without its adapter, and the run has none. Set adapter "

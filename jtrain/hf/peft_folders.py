@@ -1,11 +1,14 @@
 """Adapters as folders of peft: adapter_config.json and adapter_model.safetensors.
 
-peft stores A as [R, inputs] and B as [outputs, R], by the name of the module that they stand beside. A matrix that is a
-part of a larger tensor in the family's files, such as fused gate and up, has no module of its own, and is refused.
+peft stores A as [R, inputs] and B as [outputs, R], by the name of the module that they stand beside. Experts have a
+module each where the family's files have a tensor for each, and else `target_parameters`; both are read. Any other
+matrix that is a part of a larger tensor, such as gate and up of a dense layer in one, is refused.
 """
 
-import dataclasses
 import json
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from jtrain.errors import FileError, UserError, first_few
 from jtrain.hf.directory import check_empty
-from jtrain.hf.mapping import DTYPES, Part, tensors_of
+from jtrain.hf.mapping import DTYPES
+from jtrain.hf.peft_tensors import AdapterTensor, adapter_tensors, below_layer, target_names
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.families.family import Family
 from jtrain.model.param import Params, at_path, map_params
@@ -23,11 +27,7 @@ from jtrain.runtime.atomic_io import replacing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_PREFIX = "base_model.model."
-_SUFFIX = ".weight"
-_PLAIN: dict[str, Any] = dict(
-    bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None, target_parameters=None
-)
+_PLAIN: dict[str, Any] = dict(bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None)
 """Fields of adapter_config.json that change what an adapter is, and the values without which it is no `LoRA`."""
 
 
@@ -57,8 +57,8 @@ def write_adapter(
             f"adapter.train={adapter.train} trains whole parameters, which no folder of peft holds beside A and B. "
             "Export the merged model: leave out --adapter."
         )
-    parts = adapter_parts(model, adapter, family)
-    tensors = adapter_tensors(params, parts, dtype=dtype)
+    targets = adapter_tensors(model, adapter, family, joins_experts=False)
+    tensors = filled_tensors(params, targets, dtype=dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as partial:
         partial.mkdir()
@@ -69,22 +69,25 @@ def write_adapter(
             "base_model_name_or_path": base,
             "inference_mode": True,
             "r": adapter.rank,
-            "lora_alpha": adapter.alpha,
-            "lora_dropout": 0.0,
-            "use_rslora": adapter.rslora,
-            "target_modules": _target_modules(parts, model, family),
+            "lora_dropout": adapter.dropout,
+            **target_names(targets, model, family),
+            **_scales(targets, adapter),
         }
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return [CONFIG, WEIGHTS]
 
 
-def adapter_tensors(params: Params, parts: dict[str, Part], *, dtype: str) -> dict[str, np.ndarray]:
+def filled_tensors(
+    params: Params, targets: Mapping[str, AdapterTensor], *, dtype: str
+) -> dict[str, np.ndarray]:
     """A and B of every target by their names in peft, of whole arrays, the layers in the model's order."""
     tensors: dict[str, np.ndarray] = {}
-    for name, part in parts.items():
-        tensors[name] = np.empty(part.shape, DTYPES[dtype])
-        ours = np.asarray(at_path(params, part.info.path)[part.index])
-        part.write(ours.astype(DTYPES[dtype]), tensors[name])
+    for name, target in targets.items():
+        # Zeros, as B has them where it holds nothing of ours.
+        tensors[name] = np.zeros(target.shape, DTYPES[dtype])
+        for part in target.parts:
+            ours = np.asarray(at_path(params, part.info.path)[part.index])
+            part.write(ours.astype(DTYPES[dtype]), tensors[name])
     return tensors
 
 
@@ -98,80 +101,86 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise FileError(f"{folder} has no {' and no '.join(missing)}. Give a folder that peft saved.")
     config = json.loads((folder / CONFIG).read_text())
-    ours = (
-        dict(r=adapter.rank, lora_alpha=adapter.alpha, use_rslora=adapter.rslora, peft_type="LORA") | _PLAIN
-    )
+    ours = dict(r=adapter.rank, peft_type="LORA", lora_dropout=adapter.dropout) | _PLAIN
+    # Two ways to say one scale are one adapter.
+    scale = _scale_of(config, float(config.get("lora_alpha", 0)), config.get("r", 1))
+    if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
+        ours |= dict(lora_alpha=adapter.alpha, use_rslora=adapter.rslora)
     wrong = [
         f"{name}={config[name]!r} there, {value!r} here"
         for name, value in ours.items()
         if name in config and (config[name] or None) != (value or None)
     ]
-    wrong += [
-        f"{name} is set"
-        for name in ("rank_pattern", "alpha_pattern", "layer_replication")
-        if config.get(name)
-    ]
+    wrong += ["layer_replication is set"] * bool(config.get("layer_replication"))
     if wrong:
         raise UserError(
-            f"{folder / CONFIG} is of another adapter than adapter=LoRA(...): {'; '.join(wrong)}."
+            f"{folder / CONFIG} is of another adapter than adapter=LoRA(...): {'; '.join(wrong)}. Set the fields of "
+            "adapter to what is there, or give another folder."
         )
-    parts, tensors = adapter_parts(model, adapter, family), load_file(folder / WEIGHTS)
-    if parts.keys() != tensors.keys():
-        missing, extra = sorted(parts.keys() - tensors.keys()), sorted(tensors.keys() - parts.keys())
+    tensors = load_file(folder / WEIGHTS)
+    targets = _matching(tensors, model, adapter, family, joins_experts=bool(config.get("target_parameters")))
+    if targets.keys() != tensors.keys():
+        missing, extra = sorted(targets.keys() - tensors.keys()), sorted(tensors.keys() - targets.keys())
         raise UserError(
             f"{folder / WEIGHTS} has other targets than adapter.targets={adapter.targets}: "
             f"missing {len(missing)} ({first_few(missing, 3)}), more {len(extra)} ({first_few(extra, 3)})."
         )
     arrays: dict[str, np.ndarray] = {}
-    for name, part in parts.items():
-        if tensors[name].shape != part.shape:
-            raise UserError(
-                f"{name} has shape {list(tensors[name].shape)}, and must have {list(part.shape)}."
-            )
-        stack = arrays.setdefault(part.info.path, np.empty(part.info.shape, np.float32))
-        stack[part.index] = part.read(tensors[name].astype(np.float32))
+    for name, target in targets.items():
+        _check_scale(folder, config, target, adapter)
+        for part, matrix in target.read(name, tensors[name].astype(np.float32)):
+            stack = arrays.setdefault(part.info.path, np.empty(part.info.shape, np.float32))
+            stack[part.index] = matrix
     infos = tuple(info for info in adapter.infos(model.param_infos()) if info.is_adapter)
     return map_params(lambda info: arrays[info.path], infos)
 
 
-def adapter_parts(model: Transformer, adapter: LoRA, family: Family | None) -> dict[str, Part]:
-    """Tensors of peft, and the layer or expert of A or B that each holds.
-
-    Raises:
-      UserError: a target has no module of its own.
-    """
-    infos = {info.path: info for info in adapter.infos(model.param_infos())}
-    parts: dict[str, Part] = {}
-    for name, held in tensors_of(model, family).items():
-        for part in held:
-            pair = sorted(path for path in infos if path.startswith(f"{part.info.path}_lora."))
-            if not pair:
-                continue
-            groups = part.tensor.dims.split()
-            if (
-                len(held) > 1
-                or len(groups) != 2
-                or not name.endswith(_SUFFIX)
-                or not all(map(str.isalpha, groups))
-            ):
-                raise UserError(
-                    f"adapter.targets names {part.info.path}, which is a part of the tensor {name}: peft has no module "
-                    "for it alone. Export the merged model: leave out --adapter."
-                )
-            # Theirs are [outputs, inputs].
-            for path, dims in zip(pair, (f"R {groups[1]}", f"{groups[0]} R"), strict=True):
-                info = infos[path]
-                sizes = {**part.sizes, "R": adapter.rank}
-                key = f"{_PREFIX}{name.removesuffix(_SUFFIX)}.lora_{path.rpartition('.')[2][0]}{_SUFFIX}"
-                tensor = dataclasses.replace(part.tensor, dims=dims)
-                parts[key] = Part(info, part.index, tensor, sizes, part.rotated)
-    return parts
+def _matching(
+    tensors: Mapping[str, np.ndarray],
+    model: Transformer,
+    adapter: LoRA,
+    family: Family | None,
+    *,
+    joins_experts: bool,
+) -> dict[str, AdapterTensor]:
+    """The tensors that a folder has to have; gate and up of one tensor share their A, or have each their own."""
+    options: Any = dict(joins_experts=joins_experts)
+    targets = adapter_tensors(model, adapter, family, **options)
+    shared = adapter_tensors(model, adapter, family, shares_a=True, **options)
+    has_shared = all(
+        name in tensors and tensors[name].shape == target.shape for name, target in shared.items()
+    )
+    return shared if has_shared else targets
 
 
-def _target_modules(parts: dict[str, Part], model: Transformer, family: Family | None) -> list[str]:
-    """Names of modules as peft matches them: the last word, where all modules of that name have an adapter."""
-    targets = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in parts}
-    modules = [name.removesuffix(_SUFFIX) for name in tensors_of(model, family)]
-    others = {name.rpartition(".")[2] for name in modules if name not in targets}
-    words = {name: name.rpartition(".")[2] for name in targets}
-    return sorted({name if word in others else word for name, word in words.items()})
+def _scales(targets: Mapping[str, AdapterTensor], adapter: LoRA) -> dict[str, Any]:
+    """Fields of the scale, the same for all targets: alphas, and ranks other than the adapter's."""
+    # peft joins experts for transformers 5 with twice the rank and twice the alpha, which is the same scale by
+    # alpha / rank alone.
+    has_experts = any(part.info.is_experts for target in targets.values() for part in target.parts)
+    has_root = adapter.rslora and not has_experts
+    alpha = adapter.alpha if has_root == adapter.rslora else adapter.scale * adapter.rank
+    ranks = {
+        below_layer(target.target): target.rank for target in targets.values() if target.rank != adapter.rank
+    }
+    alphas = {name: adapter.scale * rank for name, rank in ranks.items()}
+    return {"lora_alpha": alpha, "use_rslora": has_root, "rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def _check_scale(folder: Path, config: Mapping[str, Any], target: AdapterTensor, adapter: LoRA) -> None:
+    """Refuses an adapter whose product has another scale than ours, by a pattern of its config."""
+    patterns = (config.get("alpha_pattern") or {}).items()
+    # As peft matches them: the whole name, or its end behind a dot.
+    alphas = (alpha for key, alpha in patterns if re.fullmatch(rf"(?:.*\.)?(?:{key})", target.target))
+    alpha = float(next(alphas, config["lora_alpha"]))
+    scale = _scale_of(config, alpha, target.rank)
+    if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
+        raise UserError(
+            f"{folder / CONFIG} scales the adapter of {target.target} by {scale:g} (alpha {alpha:g}, rank "
+            f"{target.rank}), adapter=LoRA(...) all by {adapter.scale:g}. Give a folder whose adapters have one scale."
+        )
+
+
+def _scale_of(config: Mapping[str, Any], alpha: float, rank: int) -> float:
+    """Factor of A B."""
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from jax.sharding import PartitionSpec
 
 from jtrain.errors import UserError
-from jtrain.layout.dims import ADAPTER, ParamInfo
+from jtrain.layout.dims import ADAPTER, AdapterDropout, ParamInfo
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec, axis_names, local_shape
 from jtrain.layout.precision import BLOCK, CODES_PER_BYTE, PrecisionSpec
@@ -40,9 +40,29 @@ def check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: Precisio
 
 
 def check_adapter(
-    spec: LayoutSpec, precision: PrecisionSpec, infos: list[ParamInfo], shared_by: dict[str, int]
+    spec: LayoutSpec,
+    precision: PrecisionSpec,
+    infos: list[ParamInfo],
+    shared_by: dict[str, int],
+    dropout: AdapterDropout | None,
 ) -> None:
-    """Refuses layouts whose matmuls have no second, narrow one beside them."""
+    """Refuses layouts whose matmuls have no second, narrow one beside them, and dropout of experts.
+
+    Args:
+      infos: of the adapter.
+    """
+    experts = next((info for info in infos if info.is_experts), None)
+    if dropout is not None and experts is not None:
+        raise UserError(
+            f"adapter.dropout={dropout.rate} with adapter.targets that name experts "
+            f"({experts.path.rpartition(ADAPTER)[0]}): peft has no dropout for experts of one tensor. Set "
+            "adapter.dropout=0.0, or leave experts out of adapter.targets."
+        )
+    if dropout is not None and spec.mlp_chunk is not None:
+        raise UserError(
+            f"adapter.dropout={dropout.rate} with layout.mlp_chunk={spec.mlp_chunk}: masks are of all positions of a "
+            "device. Set adapter.dropout=0.0, or layout.mlp_chunk=None."
+        )
     if spec.tensor_overlap:
         raise UserError(
             "layout.tensor_overlap=True with adapter: a matmul that overlaps with its collective has no "

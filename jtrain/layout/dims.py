@@ -43,6 +43,8 @@ class Batch:
     Rows of preference pairs have segments 2 p - 1, the better text of pair p, and 2 p, the worse one.
     `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a
     whole text at its first token.
+
+    `dropout_BL`, uint32, are random bits of each token for the dropout of adapters; a train step sets them.
     """
 
     token_BL: Int[Any, "B L"]
@@ -51,10 +53,23 @@ class Batch:
     segment_BL: Int[Any, "B L"]
     weight_BL: Any = None
     reference_BL: Any = None
+    dropout_BL: Any = None
 
 
 ADAPTER = "_lora"
 """End of the name below which a parameter tree holds the two matrices of an adapter, as `q_DNH_lora`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterDropout:
+    """Dropout of the inputs of an adapter in training.
+
+    rate: share that is dropped, above 0 and below 1.
+    seed: of the run.
+    """
+
+    rate: float
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)

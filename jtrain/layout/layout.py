@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jtrain.errors import UserError
 from jtrain.layout.conflicts import check_adapter, check_blocks, check_groups, check_mlp_chunk, check_stages
-from jtrain.layout.dims import ParamInfo
+from jtrain.layout.dims import AdapterDropout, ParamInfo
 from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
 from jtrain.layout.layout_spec import check_batch as check_batch
@@ -144,6 +144,7 @@ class Layout:
     pipeline: placement of the layers on stages; None with mesh.stage=1.
     pipeline_spec: settings of pipelines, kept where `pipeline` is None, so that `relaid` knows them.
     adapter_scale: scale of the products of an adapter's matrices; None without one.
+    adapter_dropout: of their inputs in a train step; None for none.
     """
 
     spec: LayoutSpec
@@ -156,6 +157,7 @@ class Layout:
     pipeline: PipelineLayout | None = None
     pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
     adapter_scale: float | None = None
+    adapter_dropout: AdapterDropout | None = None
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
         """Lays the same model out with other settings; raises UserError as `make_layout`."""
@@ -168,6 +170,7 @@ class Layout:
             kernels=self.kernels,
             pipeline=pipeline or self.pipeline_spec,
             adapter_scale=self.adapter_scale,
+            adapter_dropout=self.adapter_dropout,
         )
 
     @functools.cached_property
@@ -243,6 +246,7 @@ def make_layout(
     kernels: Kernels = (),
     pipeline: PipelineSpec = PipelineSpec(),  # noqa: B008, frozen
     adapter_scale: float | None = None,
+    adapter_dropout: AdapterDropout | None = None,
 ) -> Layout:
     """Lays a model out: decides sharding and memory of every array.
 
@@ -283,7 +287,8 @@ def make_layout(
     if spec.mlp_chunk is not None:
         check_mlp_chunk(spec, infos, precision)
     if adapter_scale is not None:
-        check_adapter(spec, precision, [info for info in infos if info.is_adapter], shared_by)
+        added = [info for info in infos if info.is_adapter]
+        check_adapter(spec, precision, added, shared_by, adapter_dropout)
     layouts: list[ParamLayout] = []
     split_over = dict.fromkeys("DQC", mesh.zero_axes) | {
         "V": VOCABULARY_AXES if stage_layout else ("tensor",)
@@ -321,7 +326,11 @@ def make_layout(
         if p.info.dtype in CODES_PER_BYTE:
             check_blocks(p.info, p.param, mesh, on_host)
     shared_fields: Any = dict(
-        context_order=context_order, precision=precision, kernels=kernels, adapter_scale=adapter_scale
+        context_order=context_order,
+        precision=precision,
+        kernels=kernels,
+        adapter_scale=adapter_scale,
+        adapter_dropout=adapter_dropout,
     )
     return Layout(spec, mesh, tuple(layouts), pipeline=stage_layout, pipeline_spec=pipeline, **shared_fields)
 

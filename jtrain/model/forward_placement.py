@@ -41,6 +41,7 @@ class Placement:
     lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that
       neither embedding nor unembedding is ever whole; None if `fetch` gathers them.
     adapter_scale: scale of the products of low rank of an adapter; None without one.
+    adapter_dropout: share of their inputs that is dropped where a batch has `dropout_BL`.
     on_torus: True if the devices form a TPU torus. Layers then keep the residual stream contiguous by rows:
       XLA:TPU would give it the layout of `lookup`, whose narrow columns are its slowest dimension, and every
       layer would transpose it.
@@ -61,11 +62,17 @@ class Placement:
     expert: int = 1
     stage: int = 1
     adapter_scale: float | None = None
+    adapter_dropout: float = 0.0
     on_torus: bool = False
 
-    def weights_of_blocks(self, path: str, weights: Any) -> dict[str, Any]:
-        """Fetched weights of blocks, each target of an adapter together with its two matrices."""
-        return join_adapters(self.fetch(path, weights), self.adapter_scale)
+    def weights_of_blocks(self, path: str, weights: Any, dropout_BL: Array | None) -> dict[str, Any]:
+        """Fetched weights of blocks, each target of an adapter together with its two matrices.
+
+        Args:
+          dropout_BL: of the batch.
+        """
+        dropout = None if dropout_BL is None else (self.adapter_dropout, dropout_BL)
+        return join_adapters(self.fetch(path, weights), self.adapter_scale, dropout)
 
     @property
     def vocabulary(self) -> dict[str, Any]:

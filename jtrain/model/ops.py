@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jtrain.model.adapters.adapted_kernel import AdaptedKernel
+from jtrain.model.adapters.dropout import InputDropout
 from jtrain_kernels.attention.api import ATTENTION_BACKWARD, ATTENTION_FORWARD, UNMASKED, attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.delta_rule.api import delta_rule
@@ -99,11 +100,24 @@ def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Arr
     if isinstance(kernel, AdaptedKernel):
         # x A first: its rows are short, and A B would be a second matrix of the base's size.
         base = linear_in_dtype(x, jax.lax.stop_gradient(kernel.base), num_in)
-        return base + kernel.scale * linear_in_dtype(linear_in_dtype(x, kernel.down, num_in), kernel.up)
+        return base + kernel.scale * linear_in_dtype(_down(x, kernel, num_in), kernel.up)
     if isinstance(kernel, Fp8Kernel):
         # The weight's type selects the precision, so layers have one call for both.
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
+
+
+def _down(x: Float[Array, "..."], kernel: AdaptedKernel, num_in: int) -> Float[Array, "..."]:
+    """Inputs of an adapter times A."""
+    if kernel.dropout is None:
+        return linear_in_dtype(x, kernel.down, num_in)
+
+    # Kept are x and the bits of its tokens: the mask, and x under it, are as large as x for each matrix.
+    @jax.checkpoint
+    def product(x: Array, down: Array, dropout: InputDropout) -> Array:
+        return linear_in_dtype(dropout.apply(x), down, num_in)
+
+    return product(x, kernel.down, kernel.dropout)
 
 
 def linears(x: Float[Array, "..."], kernels: Sequence[Kernel]) -> tuple[Float[Array, "..."], ...]:

@@ -33,8 +33,8 @@ from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
-type SharedValues = tuple[tuple[Any, ...], Array]
-"""Cosine and sine of each rotation of the model, and the documents' numbers."""
+type SharedValues = tuple[tuple[Any, ...], Array, Array | None]
+"""Cosine and sine of each rotation of the model, the documents' numbers, and `Batch.dropout_BL`."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -253,7 +253,7 @@ class Transformer(nnx.Module):
         with jax.named_scope("rope"):
             # Once per microbatch and outside the loop: layers with the same rope rotate alike.
             tables = tuple(rope.tables(batch.position_BL, size) for rope, size in self._rotations)
-            return tables, batch.segment_BL
+            return tables, batch.segment_BL, batch.dropout_BL
 
     def rotation(self, block: Block, shared: "SharedValues") -> Rotation:
         """Cosine and sine that a block reads."""
@@ -275,7 +275,7 @@ class Transformer(nnx.Module):
 
         def run(carry: LayerCarry, weights: Params, shared: "SharedValues") -> LayerCarry:
             x_BLD, losses_so_far = carry
-            merged = nnx.merge(definition, placement.weights_of_blocks(path, weights))
+            merged = nnx.merge(definition, placement.weights_of_blocks(path, weights, shared[2]))
             # See `Placement.on_torus`: without it every layer transposes the residual stream.
             x_BLD = row_major(x_BLD) if placement.on_torus else x_BLD
             for block in (merged,) if isinstance(merged, Block) else merged:

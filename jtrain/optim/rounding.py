@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jtrain.layout.dims import ParamInfo
+from jtrain.layout.random_bits import mix_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +99,3 @@ def _iota(shape: tuple[int, ...], dim: int) -> Array:
 
 def _uint32(x: int | Array) -> Array:
     return jnp.asarray(x).astype(jnp.uint32)
-
-
-def mix_bits(h: Array) -> Array:
-    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits on average."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)

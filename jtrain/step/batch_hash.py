@@ -6,7 +6,20 @@ from jaxtyping import Array, Int, UInt
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import BATCH_AXES
-from jtrain.optim.rounding import mix_bits
+from jtrain.layout.random_bits import mix_bits
+
+
+def index_in_batch(rows: int, column_L: Int[Array, " L"]) -> Int[Array, "B L"]:
+    """Returns the number of each of this device's tokens in the global batch, row by row.
+
+    Args:
+      rows: of this device.
+      column_L: index in the whole row of each of this device's positions.
+    """
+    # Rows lie in the order of the batch axes; columns as `column_L` says, for zig-zag order is not
+    # contiguous.
+    row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
+    return row[:, None] * (column_L.shape[0] * jax.lax.axis_size("context")) + column_L[None, :]
 
 
 def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
@@ -20,10 +33,7 @@ def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
       column_L: index in the whole row of each of this device's positions.
     """
     rows, cols = batch.token_BL.shape
-    # Rows lie in the order of the batch axes; columns as `column_L` says, for zig-zag order is not
-    # contiguous.
-    row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
-    index_BL = row[:, None] * (cols * jax.lax.axis_size("context")) + column_L[None, :]
+    index_BL = index_in_batch(rows, column_L)
 
     def hash_from(seed: int) -> Array:
         h = jnp.full((rows, cols), seed, jnp.uint32)

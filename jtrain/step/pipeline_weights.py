@@ -15,7 +15,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.pipeline_chunks import StageChunks
 from jtrain.step.pipeline_ticks import ticks_of
-from jtrain.step.zero import attach_values, placement_of
+from jtrain.step.zero import attach_values, placement_of, with_dropout_keys
 
 
 def pipeline_placement(layout: Layout) -> Placement:
@@ -41,7 +41,7 @@ def chunks_of(
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
     # 8-bit kernels wrap what `fetch` reads, so values are attached first.
-    weights = attach_values(layout, trained, params)
+    weights = with_dropout_keys(layout, attach_values(layout, trained, params))
     if scaling is not None and layout.precision.matmul_dtype != "compute":
         weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
     # -1 in the order is an identity layer; row p has the places of worker p.

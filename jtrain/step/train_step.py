@@ -29,11 +29,12 @@ from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.offload_spec import OFFLOADABLE
+from jtrain.model.adapters.dropout import token_bits
 from jtrain.model.fp8_scaling import advance_scaling, amax_probes, check_matmul_dtype, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
-from jtrain.step.batch_hash import hash_block
+from jtrain.step.batch_hash import hash_block, index_in_batch
 from jtrain.step.checksums import StateSums
 from jtrain.step.gradient_sums import GradientSums, streamed_norm, sums_gradients, zero_sums
 from jtrain.step.guard import GuardState, judge_update, not_finite
@@ -55,6 +56,7 @@ from jtrain.step.zero import (
     psum_batch,
     trained_part,
     trained_tree,
+    with_dropout_keys,
 )
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -247,7 +249,8 @@ def local_gradients(
     """Computes one device's part of a step, inside the shard_map.
 
     Args:
-      step: updates completed before this one; seeds the rounding of gradients summed in bfloat16.
+      step: updates completed before this one; seeds the dropout of adapters, and the rounding of gradients summed in
+        bfloat16.
 
     Returns:
       Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both
@@ -260,6 +263,10 @@ def local_gradients(
     with jax.named_scope("batch"):
         scale, batch = scale_of(layout, batch, objective_spec, has_router=model.router is not None)
         num_tokens, weight = scale.num_tokens, scale.unit
+        if (dropout := layout.adapter_dropout) is not None:
+            rows, columns = batch.token_BL.shape
+            index_BL = index_in_batch(rows, placement.context.position_L(columns))
+            batch = dataclasses.replace(batch, dropout_BL=token_bits(dropout.seed, step, index_BL))
     pairs = PairStep(objective_spec, model, layout, params) if isinstance(objective_spec, DPO) else None
 
     def objective(
@@ -330,6 +337,7 @@ def weights_of(
       unit: 1 / tokens of the batch.
     """
     weights = attach_values(layout, trained, params) if sums is None else sums.weights(trained, params)
+    weights = with_dropout_keys(layout, weights)
     if layout.precision.matmul_dtype == "compute":
         return weights
     return with_fp8(weights, tuple(p.info for p in layout.params), scaling, probes, unit)

@@ -23,7 +23,8 @@ from jtrain.config.weight_stream_spec import read_token
 from jtrain.errors import UserError
 from jtrain.hf.files_beside import FilesBeside
 from jtrain.hf.mapping import DTYPES, tensors_of, to_hf
-from jtrain.hf.peft_folders import adapter_parts, adapter_tensors, write_adapter
+from jtrain.hf.peft_folders import filled_tensors, write_adapter
+from jtrain.hf.peft_tensors import adapter_tensors
 from jtrain.hf.weight_folder import write_step
 from jtrain.hf.weight_link import send_weights
 from jtrain.layout.dims import ADAPTER, ParamInfo
@@ -73,8 +74,8 @@ class WeightStream:
         self._folder = to if to.is_absolute() else workdir / to
         self._files = FilesBeside.of(run, workdir, dtype=self._spec.dtype)
         self._dtype = self._files.dtype
-        self._adapter_parts = (
-            adapter_parts(run.model, run.adapter, self._files.family)
+        self._adapter_tensors = (
+            adapter_tensors(run.model, run.adapter, self._files.family, joins_experts=False)
             if self._spec.only_adapter and run.adapter is not None
             else None
         )
@@ -151,7 +152,7 @@ class WeightStream:
 
     def _write(self, weights: Params, path: Path) -> None:
         run = self._run
-        if self._adapter_parts is None:
+        if self._adapter_tensors is None:
             self._files.write_with(weights, path)
             return
         assert run.adapter is not None
@@ -159,8 +160,8 @@ class WeightStream:
         write_adapter(path, weights, run.model, run.adapter, **names)
 
     def _send(self, address: tuple[str, int], step: int, weights: Params) -> None:
-        if self._adapter_parts is not None:
-            adapter = adapter_tensors(weights, self._adapter_parts, dtype=self._dtype)
+        if self._adapter_tensors is not None:
+            adapter = filled_tensors(weights, self._adapter_tensors, dtype=self._dtype)
             tensors, count = iter(adapter.items()), len(adapter)
         else:
             family = self._files.family

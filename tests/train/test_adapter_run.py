@@ -21,7 +21,12 @@ from jtrain.train.sampling import load
 
 SETS = ["mesh.data=8", "metrics.log_every_steps=1", "metrics.tensorboard=False", "data.engine=inline"]
 SETS += ["eval.every_steps=None", "optimizer.warmup_steps=0", "precision.compute_dtype=float32"]
-ADAPTER = ["adapter.rank=2", 'adapter.targets=("q", "up")', 'adapter.train=("*norm*",)']
+ADAPTER = [
+    "adapter.rank=2",
+    'adapter.targets=("q", "up")',
+    'adapter.train=("*norm*",)',
+    "adapter.dropout=0.25",
+]
 NUM_STEPS = 6
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 type Words = list[str]
 
 _COMPONENTS = (
-    "mesh|layout|pipeline|precision|model|optimizer|objective|data|eval|checkpoint|profile|guard|metrics|"
+    "mesh|layout|pipeline|precision|model|adapter|optimizer|objective|data|eval|checkpoint|profile|guard|metrics|"
     "weight_stream"
 )
 _PATH = rf"(?<![\w./-])(?:(?:{_COMPONENTS})(?:\.[a-z_0-9]+)+|num_steps|seed)(?![\w/])"

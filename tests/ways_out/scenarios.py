@@ -70,11 +70,15 @@ _LAYOUTS: dict[str, Words] = {
 
 _ADAPTERS: dict[str, Words] = {
     "has no adapter beside it": sets("mesh.tensor=2", "layout.tensor_overlap=True", of=LORA),
+    "masks are of all positions of a device": sets(
+        *("adapter.dropout=0.1", "layout.mlp_chunk=4", "layout.remat=full"), of=LORA
+    ),
     "groups of sequences have no adapter": sets("mesh.tensor=2", "layout.sequence_groups=2", of=LORA),
     "frozen weights and adapters multiply": sets("precision.matmul_dtype=fp8_delayed", of=LORA),
     " do not divide. Set adapter.base_dtype": sets("model.d_ff=96", "adapter.base_dtype=nf4", of=LORA),
     " do not divide. Use fewer devices along": sets("mesh.tensor=4", "adapter.base_dtype=nf4", of=LORA),
     "blocks stay in device memory": sets("layout.offload.params=1.0", "adapter.base_dtype=nf4", of=LORA),
+    "peft has no dropout for experts": sets("adapter.dropout=0.1", of=[*MOE, "--with", "lora"]),
 }
 
 _PREFERENCES: dict[str, Words] = {
@@ -87,6 +91,7 @@ _PREFERENCES: dict[str, Words] = {
         *("--set", "data.seq_len=256", "--dry-run"),
     ],
     "without its adapter the model would not be what it was": sets("adapter.train=('embed',)", of=PAIRS),
+    "would be of different random models": sets("adapter.dropout=0.1", of=PAIRS),
     "pairs are compared by their log-probabilities alone": sets("model.z_loss=1e-4", of=PAIRS),
     "log-probabilities that are compared are of one": sets(
         "adapter=None", "objective.reference=none", "precision.matmul_dtype=fp8_current", of=PAIRS

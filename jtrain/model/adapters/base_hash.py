@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from jtrain.layout.dims import ParamInfo
+from jtrain.layout.random_bits import mix_bits
 from jtrain.model.param import Params, map_params
 
 WORDS = 8
@@ -86,16 +87,9 @@ def _sums_of(info: ParamInfo, value: Array) -> UInt32[Array, "4"]:
         layer = jnp.broadcast_to(jnp.asarray(order.astype(np.uint32)).reshape(shape), bits.shape)
         # Identity layers of a pipeline are not the model's.
         counted = jnp.broadcast_to(jnp.asarray((order >= 0).astype(np.uint32)).reshape(shape), bits.shape)
-        place = _mixed(place ^ _mixed(layer + np.uint32(0x9E3779B9)))
+        place = mix_bits(place ^ mix_bits(layer + np.uint32(0x9E3779B9)))
     words = [
-        jnp.sum(counted * _mixed(bits ^ _mixed(place + np.uint32(salt))), dtype=jnp.uint32)
+        jnp.sum(counted * mix_bits(bits ^ mix_bits(place + np.uint32(salt))), dtype=jnp.uint32)
         for salt in range(1, _SUMS + 1)
     ]
     return jnp.stack(words)
-
-
-def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A permutation of the 32-bit numbers that changes half of the bits for each one that changes (murmur3)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))

@@ -22,6 +22,9 @@ class LoRA:
     targets: names of matrices of the layers that get an adapter, as patterns: `q`, `mlp.*`, `*`. A name is
       the end of a parameter's path with or without its dimensions: `layers.attention.q_DNH` is also `q`,
       `attention.q` and `q_DNH`. Experts of a mixture have one each.
+    dropout: share of the inputs of A that a train step replaces by zero, the others being multiplied by
+      1 / (1 - dropout); for each matrix its own, and never in an evaluation. By place, so the same on every layout
+      (`jtrain.model.adapters.dropout`). Not for experts.
     train: further parameters that are trained, whole, by the same kind of patterns: `*norm*`, `embed`.
     base: workdir, or checkpoint in one (`runs/a/checkpoints/1000`), of the frozen weights, as `jtrain hf
       import` writes it; None draws them from the seed.
@@ -38,6 +41,7 @@ class LoRA:
     alpha: float = 32.0
     targets: tuple[str, ...] = ("*",)
     train: tuple[str, ...] = ()
+    dropout: float = 0.0
     rslora: bool = False
     base: str | None = None
     start: str | None = None
@@ -48,6 +52,8 @@ class LoRA:
             raise UserError(f"adapter.rank={self.rank} must be at least 1.")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise UserError(f"adapter.alpha={self.alpha} must be a finite number above 0.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"adapter.dropout={self.dropout} must be 0 or more, and less than 1.")
         if not self.targets:
             raise UserError('adapter.targets is empty. Name matrices, such as ("q", "v"), or "*" for all.')
         if self.base_dtype not in (None, "float32", "bfloat16", *CODES_PER_BYTE):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.dims import AdapterDropout, kv_heads_in_use
 from jtrain.layout.layout import Layout, make_layout
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
@@ -60,6 +60,7 @@ class LayoutClass:
     in_parts: True if the unembedding is gathered in parts.
     rings: number of torus dimensions of ZeRO's collectives.
     adapter: what an adapter adds and freezes; None without one.
+    drops: True if its inputs are dropped at random.
     pattern: sizes of layers of a pattern, which then are those of the trace; None where all layers are alike.
     """
 
@@ -81,6 +82,7 @@ class LayoutClass:
     in_parts: bool
     rings: int
     adapter: Adaptation | None = None
+    drops: bool = False
     pattern: PatternSizes | None = None
 
     @property
@@ -151,6 +153,7 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
         len(layout.rings),
         Adaptation.of(layout.infos),
+        of_layers and layout.adapter_dropout is not None,
         pattern,
     )
     if pattern is not None:
@@ -223,9 +226,14 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     143,429 elements in the trace, which is b l t f. A layout of the class with two sequences of 128
     positions, tensor = 2 and d_ff = 128 has b = 2, l = 64, t = 2, f = 64: 16,384 elements.
     """
+    options: Any = dict(
+        context_order=layout_class.order,
+        precision=layout_class.precision,
+        # Its rate and seed are numbers of the trace, no sizes.
+        adapter_dropout=AdapterDropout(0.5, 0) if layout_class.drops else None,
+    )
     if (sizes := layout_class.pattern) is not None:
         spec, labels = layout_class.spec, dict(sizes.labels)
-        options: Any = dict(context_order=layout_class.order, precision=layout_class.precision)
         model, layout = sizes.build(spec, layout_class.adapter, **options)
         return LabelledSizes(model, layout, labels["b"] * spec.sequence_groups, sizes.seq_len, labels)
     # Numbers of the class that also divide sizes: no prime may be one of their factors, or `monomial` would
@@ -325,9 +333,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         else 1
     )
     mesh = MeshSpec(labels["w"], stages, data, expert, context, tensor)
-    options = dict(
-        context_order=layout_class.order, precision=layout_class.precision, pipeline=layout_class.pipeline
-    )
+    options["pipeline"] = layout_class.pipeline
     infos = model.param_infos()
     if layout_class.adapter is not None:
         infos, options["adapter_scale"] = layout_class.adapter.infos(infos), 1.0

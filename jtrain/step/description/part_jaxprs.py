@@ -100,7 +100,8 @@ def _batch(sizes: LabelledSizes) -> Batch:
     """One device's rows of a microbatch."""
     ids = _array((sizes.rows, sizes.seq_len // sizes.layout.mesh.context), "int32")
     # A batch has four arrays of one shape and dtype.
-    return Batch(ids, ids, ids, ids)
+    drops = sizes.layout.adapter_dropout is not None
+    return Batch(ids, ids, ids, ids, dropout_BL=_array(ids.shape, "uint32") if drops else None)
 
 
 def residual_stream(sizes: LabelledSizes) -> jax.ShapeDtypeStruct:

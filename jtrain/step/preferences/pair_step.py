@@ -101,4 +101,4 @@ class PairStep:
 def without_adapters(layout: Layout) -> Layout:
     """The layout of the frozen model of one with an adapter."""
     own = tuple(p for p in layout.params if not p.info.is_adapter)
-    return dataclasses.replace(layout, params=own, adapter_scale=None)
+    return dataclasses.replace(layout, params=own, adapter_scale=None, adapter_dropout=None)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes one Python environment with torch and transformers 4 and one with transformers 5, and writes the reference
-# directories beside this script and the golden arrays of tests/families anew.
+# Makes one Python environment with torch, peft and transformers 4 and one with transformers 5, and writes the reference
+# directories beside this script, the adapters of tests/golden/peft and the golden arrays of tests/families anew.
 #
 #     tests/golden/hf/setup.sh [FOLDER]        default: /tmp/jtrain-transformers; about 2 GB, needs a package index
 #
@@ -16,7 +16,8 @@ folder=${1:-/tmp/jtrain-transformers}
 
 install() {
     "${PYTHON:-python3.11}" -m venv "$folder/$1"
-    "$folder/$1/bin/pip" install --quiet torch==2.13.0 "transformers==$2" safetensors==0.8.0 numpy==2.4.6
+    "$folder/$1/bin/pip" install --quiet torch==2.13.0 "transformers==$2" safetensors==0.8.0 numpy==2.4.6 \
+        peft==0.21.2
 }
 
 install v4 4.57.6
@@ -26,5 +27,6 @@ install v5 5.23.0
 for version in v4 v5; do
     "$folder/$version/bin/python" "$here/make.py"
     "$folder/$version/bin/python" "$here/make_moe.py"
+    "$folder/$version/bin/python" "$here/../peft/make.py"
 done
 PYTHONPATH="$here/../../../jtrain/hf/peers" "$folder/v5/bin/python" "$here/../../families/peers/make.py"

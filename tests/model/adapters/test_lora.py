@@ -56,6 +56,7 @@ def test_shapes_are_those_of_inputs_rank_and_outputs() -> None:
         (dict(targets=("q",), train=("q",)), r"both name layers\.attention\.q_DNH"),
         (dict(rank=0), r"adapter\.rank=0"),
         (dict(alpha=0.0), r"adapter\.alpha=0\.0"),
+        (dict(dropout=1.0), r"adapter\.dropout=1\.0 must be 0 or more, and less than 1\."),
         (dict(targets=()), r"adapter\.targets is empty"),
     ],
     ids=str,
