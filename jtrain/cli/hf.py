@@ -21,6 +21,7 @@ from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.platform import start_jax
+from jtrain.runtime.stores import run_folder
 
 
 def add_export_options(parser: Parser) -> None:
@@ -92,6 +93,7 @@ def _share(text: str) -> tuple[int, int]:
 
 def export(args: Args) -> int:
     """Writes a model directory; returns the exit code."""
+    run_folder(args.workdir)
     _start_jax()
     from jtrain.hf import workdirs
 
@@ -250,6 +252,7 @@ VERB = Verb(
             "batch. `python -m jtrain.launch` with the same --workdir, --config, --with and --set continues "
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
+            subject="from",
             then=lambda args: shlex.join(
                 ["jtrain", "launch", *config_words(args), "--workdir", args.workdir]
             ),
@@ -260,6 +263,7 @@ VERB = Verb(
             add_config_options,
             "Writes Python: the config of --base with the model that config.json describes, to be read, changed, and "
             "given to every verb as --config=FILE:run.",
+            subject="from",
             then=lambda args: shlex.join(
                 [
                     "jtrain",

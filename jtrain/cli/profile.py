@@ -11,6 +11,7 @@ from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER, other_parts
 from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime.stores import run_folder
 
 if TYPE_CHECKING:
     from jtrain.profile.analysis.records import Breakdown
@@ -46,15 +47,13 @@ def add_export_options(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {TRACE} beside the trace")
 
 
-def find(run_or_window: str, step: int | None) -> Path:
+def find(run_or_window: str, step: int | None, option: str = "--workdir") -> Path:
     """Folder of a window: `name` itself if it is one, else its window after `step`, or its newest one.
 
     Raises:
       UserError: the folder does not exist, or has no window, or none after that step.
     """
-    workdir = Path(run_or_window)
-    if not workdir.is_dir():
-        raise UserError(f"{workdir} is not a directory. Give the workdir of a run, such as runs/tiny.")
+    workdir = run_folder(run_or_window, option)
     # A window's own folder: no step can be meant in it.
     if step is None and any(
         (workdir / run_or_window).exists() for run_or_window in ("breakdown.json", "facts.json")
@@ -140,7 +139,7 @@ def show(args: Args) -> int:
 
 def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
-    before_folder, after_folder = find(args.against, None), find(args.workdir, args.step)
+    before_folder, after_folder = find(args.against, None, "--against"), find(args.workdir, args.step)
     from jtrain.profile.report import compare  # lazy: rich
     from jtrain.report.terminal import new_console
 

@@ -155,10 +155,11 @@ def test_no_such_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     missing = str(tmp_path / "nowhere")
     for words in ([], ["compare", "--against", missing], ["export", "--perfetto"]):
         assert main([*words, "--workdir", missing]) == 2
+        option = "--against" if "compare" in words else "--workdir"
         out, err = capsys.readouterr()
         assert (out, err) == (
             "",
-            f"error: {missing} is not a directory. Give the workdir of a run, such as runs/tiny.\n",
+            f"error: {option} {missing}: there is no such folder. Train one: jtrain launch --config=tiny.\n",
         )
 
 
