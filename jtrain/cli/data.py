@@ -300,7 +300,7 @@ VERB = Verb(
             "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
             "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
             subject="from",
-            then=lambda args: f"jtrain launch --config=NAME --set data.prepared={shlex.quote(args.folder)}",
+            then=lambda args: f"jtrain launch --config=tiny --set data.prepared={shlex.quote(args.folder)}",
         ),
         "inspect": Command(
             "print the documents of one step: their sources, places in the batch and text; or the order of "

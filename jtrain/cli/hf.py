@@ -226,12 +226,6 @@ def _start_jax() -> None:
     start_jax(os.environ, emulate_devices=1)
 
 
-def _imported(folder: str) -> str:
-    """The command that trains on from a directory; NAME is the config of its model."""
-    words = ["jtrain", "hf", "import", "--from", folder, "--workdir", f"{folder.rstrip('/')}-imported"]
-    return shlex.join([*words, "--config=NAME"])
-
-
 VERB = Verb(
     "hf",
     summary="convert checkpoints to Hugging Face directories and back, and inspect and prove what is in them",
@@ -242,7 +236,7 @@ VERB = Verb(
             add_export_options,
             "Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
             subject="workdir",
-            then=lambda args: _imported(str(args.out)),
+            then=lambda args: shlex.join(["jtrain", "hf", "inspect", str(args.out)]),
         ),
         "import": Command(
             "write a workdir whose step 0 has the weights of such a directory",
@@ -273,7 +267,7 @@ VERB = Verb(
                     args.source,
                     f"--config={args.out}:run",
                     "--workdir",
-                    "DIR",
+                    f"runs/{args.out.stem}",
                 ]
             ),
         ),
@@ -288,7 +282,9 @@ VERB = Verb(
             "of a folder are not read.",
             exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
-            then=lambda args: _imported(args.source if Path(args.source).is_dir() else "DIR"),
+            then=lambda args: shlex.join(
+                ["jtrain", "hf", "config", args.source, "--base", "sft_llama1b", "--out", "model.py"]
+            ),
         ),
     },
 )

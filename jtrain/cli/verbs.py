@@ -27,10 +27,15 @@ VERBS = {
 """Verb -> one line of help. A verb is a module or package of `jtrain` that runs with `python -m`."""
 
 
+FIRST = "begin with: jtrain launch --config=tiny"
+
+
 def usage() -> str:
     """The verbs with a line each."""
     lines = [f"  {verb:11} {line}" for verb, line in VERBS.items()]
-    return "\n".join(["usage: jtrain VERB [options]    (`jtrain VERB --help` lists the options)", "", *lines])
+    return "\n".join(
+        ["usage: jtrain VERB [options]    (`jtrain VERB --help` lists the options)", "", *lines, "", FIRST]
+    )
 
 
 def versions() -> str:
