@@ -92,11 +92,8 @@ class Field:
         """File and line of its definition."""
         owner = next(kind for kind in self.component.__mro__ if self.name in inspect.get_annotations(kind))
         lines, first = inspect.getsourcelines(owner)
-        number = next(i for i, line in enumerate(lines) if re.match(rf"    {self.name}\s*:.*", line))
-        # Behind the docstring, whose entries are indented alike.
-        number = max(
-            i for i, line in enumerate(lines) if re.match(rf"    {self.name}: \S", line) and i >= number
-        )
+        # The last one: entries of the docstring before it are indented alike.
+        number = max(i for i, line in enumerate(lines) if line.startswith(f"    {self.name}: "))
         return f"{_relative(Path(inspect.getfile(owner)))}:{first + number}"
 
     @property
@@ -113,13 +110,8 @@ class Field:
     @property
     def other_names(self) -> list[str]:
         """Names that other trainers give it."""
-        return [
-            name
-            for path in (self.path, self.path + "=")
-            for key, names in OTHER_NAMES.items()
-            if (key == path or (path.endswith("=") and key.startswith(path)))
-            for name in names.split()
-        ]
+        texts = [names for path, names in OTHER_NAMES.items() if path.partition("=")[0] == self.path]
+        return " ".join(texts).split()
 
     def example(self) -> str:
         """Command that sets it, or the line of a config file where it belongs to one of many components."""
@@ -128,9 +120,8 @@ class Field:
             return "run." + self.path.replace(".NAME", "['web']").replace(".0", "[0]") + f" = {value}"
         sets = "".join(f" --set {need}" for need in self.needs)
         text = f"{self.path}={value}"
-        return f"jtrain launch --config=tiny{sets} --set " + (
-            f'"{text}"' if re.search(r"[ '()*]", text) else text
-        )
+        quoted = f'"{text}"' if re.search(r"[ '()*]", text) else text
+        return f"jtrain launch --config=tiny{sets} --set {quoted}"
 
     def _example_value(self) -> str:
         """A value of the right type, another one than the default where few are possible."""
@@ -152,32 +143,28 @@ class Field:
     def readers(self) -> list[str]:
         """Places of the code that read it: file and line."""
         owners = {*self.path.split(".")[-2:-1], self.component.__name__.removesuffix("Spec").lower()}
-        own_file = inspect.getfile(self.component)
         # One word, such as `steps`, is an attribute of many things that are no config.
         same_name = {field.component for field in all_fields() if field.name == self.name}
         is_unique = len(same_name) == 1 and "_" in self.name
+
+        def is_read(node: ast.AST, file: Path) -> bool:
+            if not (
+                isinstance(node, ast.Attribute) and node.attr == self.name and isinstance(node.ctx, ast.Load)
+            ):
+                return False
+            before = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+            is_own = before == "self" and str(file) == inspect.getfile(self.component)
+            return before in owners or is_own or (is_unique and before != "args")
+
         places = []
         for file in sorted((ROOT / "jtrain").rglob("*.py")):
-            # Benchmarks and proofs make configs of their own.
-            if file.relative_to(ROOT).parts[1] in ("bench", "check"):
-                continue
             text = file.read_text()
-            if f".{self.name}" not in text:
-                continue
-            for node in ast.walk(ast.parse(text)):
-                if not (
-                    isinstance(node, ast.Attribute)
-                    and node.attr == self.name
-                    and isinstance(node.ctx, ast.Load)
-                ):
-                    continue
-                before = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
-                if (
-                    before in owners
-                    or (is_unique and before != "args")
-                    or (before == "self" and str(file) == own_file)
-                ):
-                    places.append(f"{_relative(file)}:{node.lineno}")
+            # Benchmarks and proofs make configs of their own.
+            if f".{self.name}" in text and file.relative_to(ROOT).parts[1] not in ("bench", "check"):
+                nodes = [node for node in ast.walk(ast.parse(text)) if is_read(node, file)]
+                places += [
+                    f"{_relative(file)}:{node.lineno}" for node in nodes if isinstance(node, ast.Attribute)
+                ]
         return list(dict.fromkeys(places))
 
     def related(self) -> list[str]:
