@@ -125,7 +125,7 @@ WALKED = ("launch", "plan", "profile", "checkpoint", "data", "hf", "generate")
 
 def newcomer_commands() -> list[list[str]]:
     """The README's command that trains, and the first two of each page whose files are there or made before."""
-    elsewhere = ("/my/", "gs://", "models/", "hooks.", "mixture", "train.bin")
+    elsewhere = ("/my/", "gs://", "models/", "hooks.", "train.bin")
     chosen = [["launch", "--config=tiny"]]
     for verb in WALKED:
         near = [
