@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from jtrain_kernels.errors import AwayError, FileError, UserError, did_you_mean
 
-__all__ = ["AwayError", "FileError", "HardwareFault", "TakenWorkdir", "UserError", "did_you_mean", "first_few"]
+__all__ = [
+    "AwayError",
+    "FileError",
+    "HardwareFault",
+    "TakenWorkdir",
+    "UserError",
+    "did_you_mean",
+    "first_few",
+]
 
 
 class HardwareFault(Exception):
