@@ -6,11 +6,28 @@ from collections.abc import Sequence
 
 from jtrain_kernels.errors import AwayError, FileError, UserError, did_you_mean
 
-__all__ = ["AwayError", "FileError", "HardwareFault", "UserError", "did_you_mean", "first_few"]
+__all__ = [
+    "AwayError",
+    "FileError",
+    "HardwareFault",
+    "TakenWorkdir",
+    "UserError",
+    "did_you_mean",
+    "first_few",
+]
 
 
 class HardwareFault(Exception):
     """A device or host computes wrongly or hangs; the message names it. Nothing that it computed is saved."""
+
+
+class TakenWorkdir(UserError):
+    """A workdir holds another run than the one that is asked for, or one that is done.
+
+    ending: of the name of a new workdir; "" numbers it.
+    """
+
+    ending = ""
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:

@@ -119,6 +119,63 @@ def test_every_option_of_a_command_is_in_its_help(verb: str) -> None:
         assert [option for option in options if option not in helps[key]] == [], words
 
 
+WALKED = ("launch", "plan", "profile", "checkpoint", "data", "hf", "generate")
+"""Verbs whose pages a newcomer follows, in the order of the site."""
+
+
+def newcomer_commands() -> list[list[str]]:
+    """The README's command that trains, and the first two of each page whose files are there or made before."""
+    elsewhere = ("/my/", "gs://", "models/", "hooks.", "train.bin")
+    chosen = [["launch", "--config=tiny"]]
+    for verb in WALKED:
+        near = [
+            words
+            for words in commands(TEXTS[f"docs/verbs/{verb}.md"])
+            if not any(part in shlex.join(words) for part in elsewhere)
+        ]
+        chosen += near[:2]
+    return [words for number, words in enumerate(chosen) if words not in chosen[:number]]
+
+
+@pytest.mark.slow
+def test_a_newcomer_follows_the_pages_and_each_next_command(tmp_path: Path) -> None:
+    """In one folder, in their order, with a short `tiny`; each ends with a command that runs as well."""
+    text = (ROOT / "configs" / "tiny.py").read_text()
+    for old, new in (("num_steps=300", "num_steps=30"), ("d_model=256", "d_model=64"), ("=100)", "=15)")):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.py").write_text(text)
+    dropped = ("XLA_FLAGS", "JAX_PLATFORMS")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+
+    def run(words: list[str]) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "jtrain", *words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-3000:])
+        return done.stdout + done.stderr
+
+    chosen, seen = newcomer_commands(), list[list[str]]()
+    assert len(chosen) >= 10
+    for words in chosen:
+        advice = re.findall(r"^next: (.*)$", run(words), re.MULTILINE)
+        assert advice, words
+        seen.append(words)
+        first, *follow = shlex.split(advice[-1])
+        # A search ends with a command for devices that are not here.
+        if "--search" not in words and follow not in [*seen, *chosen]:
+            assert first == "jtrain"
+            run(follow)
+            seen.append(follow)
+
+
 def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:
     """The config, fiddlers and sets of a command; no config where it has none."""
     taken: dict[str, list[str]] = {"--config": [], "--with": [], "--set": []}

@@ -16,7 +16,7 @@ from jtrain.checkpoint.files import CheckpointError
 from jtrain.cli.options import add_json, add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.report.table import Table, numbers, words
-from jtrain.runtime.stores import in_store, store_errors, workdir_path
+from jtrain.runtime.stores import in_store, run_folder, store_errors
 
 
 def add_options(parser: Parser) -> None:
@@ -28,11 +28,13 @@ def add_options(parser: Parser) -> None:
 
 def execute(show: Callable[[Path, int | None], tuple[Any, int]], args: Args) -> int:
     """Runs a command on the folder of checkpoints; returns the exit code. Imports neither jax nor orbax."""
-    folder = workdir_path(args.workdir) / "checkpoints"
+    folder = run_folder(args.workdir) / "checkpoints"
     # Only in a store: errors of a disk name their file, those of store clients need a way out.
     with store_errors(args.workdir) if in_store(folder) else contextlib.nullcontext():
         if not in_store(folder) and not folder.is_dir():
-            raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
+            raise CheckpointError(
+                f"--workdir {args.workdir} holds no checkpoints. Give the --workdir of a run."
+            )
         content, code = show(folder, args.step)
     write_json(args, content)
     return code
@@ -168,11 +170,14 @@ def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]], 
     )
 
 
+_LIST = _command("print step, date and size of each checkpoint", _list, "checkpoint verify")
+
 VERB = Verb(
     "checkpoint",
-    summary="list, show and verify the checkpoints of a run",
+    # `jtrain checkpoint runs/tiny` lists: a folder alone asks what is in it.
+    _LIST,
     commands={
-        "list": _command("print step, date and size of each checkpoint", _list, "checkpoint verify"),
+        "list": _LIST,
         "show": _command(
             "print leaves, data state and config of the newest checkpoint, or of --step", _show, "generate"
         ),

@@ -279,6 +279,7 @@ VERB = Verb(
             "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a "
             "disk that they share. If one is killed, the others or the same command continue; the final "
             "bytes are the same.",
+            subject="config",
             then=_verified,
         ),
         "adopt": Command(
@@ -289,6 +290,7 @@ VERB = Verb(
             "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: "
             "its ids are copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML "
             "MDS, Parquet with input_ids.",
+            subject="from",
             then=_verified,
         ),
         "verify": Command(
@@ -297,7 +299,8 @@ VERB = Verb(
             add_verify_options,
             "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
             "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
-            then=lambda args: f"jtrain launch --config=NAME --set data.prepared={shlex.quote(args.folder)}",
+            subject="from",
+            then=lambda args: f"jtrain launch --config=tiny --set data.prepared={shlex.quote(args.folder)}",
         ),
         "inspect": Command(
             "print the documents of one step: their sources, places in the batch and text; or the order of "
@@ -306,6 +309,7 @@ VERB = Verb(
             add_inspect_options,
             "Prints the documents of one step. Plans and reads every step before it too: about a second per "
             "50 million bytes, longer with a tokenizer other than bytes.",
+            subject="config",
             then=functools.partial(_of_run, "data plan"),
         ),
         "plan": Command(
@@ -313,6 +317,7 @@ VERB = Verb(
             functools.partial(_with_dataset, plan),
             add_run,
             "Opens the sources, but starts no process.",
+            subject="config",
             then=functools.partial(_of_run, "data bench"),
         ),
         "bench": Command(
@@ -320,6 +325,7 @@ VERB = Verb(
             functools.partial(_with_dataset, bench),
             add_bench_options,
             "Runs the data plane of a config without a trainer.",
+            subject="config",
             then=functools.partial(_of_run, "launch"),
         ),
         "reference": Command(
@@ -328,6 +334,7 @@ VERB = Verb(
             add_reference_options,
             "Reads every pair of the sources and of eval.sets once, and computes with the weights before the first "
             "step, without an adapter, in the layout of the run.",
+            subject="config",
             then=train_with_reference,
         ),
         "sample": Command(

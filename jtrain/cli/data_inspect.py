@@ -54,6 +54,12 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     step = args.step or 0
     if step < 0:
         raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
+    if step >= run.num_steps:
+        # Every step before it is planned: a number of too many digits would take for ever.
+        raise UserError(
+            f"--step {step} is after the run, which has num_steps={run.num_steps}. Give --step {run.num_steps - 1} or "
+            "less."
+        )
     from jtrain.data.inspect.step_contents import pieces_of_step  # lazy: imports numpy
 
     pieces = pieces_of_step(dataset, step, tokens=args.tokens)

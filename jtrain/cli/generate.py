@@ -6,7 +6,7 @@ import shlex
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
 from jtrain.runtime.platform import start_jax
-from jtrain.runtime.stores import workdir_path
+from jtrain.runtime.stores import run_folder
 
 
 def add_options(parser: Parser) -> None:
@@ -36,11 +36,12 @@ def add_options(parser: Parser) -> None:
 
 def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
+    workdir = run_folder(args.workdir)
     # Before `sampling` is imported: it imports jax, whose platform must be chosen first.
     start_jax(os.environ)
     from jtrain.train.sampling import load, prompt_of, stream  # lazy: importing jax takes over a second
 
-    trained = load(workdir_path(args.workdir), args.step)
+    trained = load(workdir, args.step)
     pieces = stream(
         trained.model,
         trained.params,

@@ -21,6 +21,7 @@ from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.platform import start_jax
+from jtrain.runtime.stores import run_folder
 
 
 def add_export_options(parser: Parser) -> None:
@@ -92,6 +93,7 @@ def _share(text: str) -> tuple[int, int]:
 
 def export(args: Args) -> int:
     """Writes a model directory; returns the exit code."""
+    run_folder(args.workdir)
     _start_jax()
     from jtrain.hf import workdirs
 
@@ -224,12 +226,6 @@ def _start_jax() -> None:
     start_jax(os.environ, emulate_devices=1)
 
 
-def _imported(folder: str) -> str:
-    """The command that trains on from a directory; NAME is the config of its model."""
-    words = ["jtrain", "hf", "import", "--from", folder, "--workdir", f"{folder.rstrip('/')}-imported"]
-    return shlex.join([*words, "--config=NAME"])
-
-
 VERB = Verb(
     "hf",
     summary="convert checkpoints to Hugging Face directories and back, and inspect and prove what is in them",
@@ -240,7 +236,7 @@ VERB = Verb(
             add_export_options,
             "Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
             subject="workdir",
-            then=lambda args: _imported(str(args.out)),
+            then=lambda args: shlex.join(["jtrain", "hf", "inspect", str(args.out)]),
         ),
         "import": Command(
             "write a workdir whose step 0 has the weights of such a directory",
@@ -250,6 +246,7 @@ VERB = Verb(
             "batch. `python -m jtrain.launch` with the same --workdir, --config, --with and --set continues "
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
+            subject="from",
             then=lambda args: shlex.join(
                 ["jtrain", "launch", *config_words(args), "--workdir", args.workdir]
             ),
@@ -260,6 +257,7 @@ VERB = Verb(
             add_config_options,
             "Writes Python: the config of --base with the model that config.json describes, to be read, changed, and "
             "given to every verb as --config=FILE:run.",
+            subject="from",
             then=lambda args: shlex.join(
                 [
                     "jtrain",
@@ -269,7 +267,7 @@ VERB = Verb(
                     args.source,
                     f"--config={args.out}:run",
                     "--workdir",
-                    "DIR",
+                    f"runs/{args.out.stem}",
                 ]
             ),
         ),
@@ -284,7 +282,9 @@ VERB = Verb(
             "of a folder are not read.",
             exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
-            then=lambda args: _imported(args.source if Path(args.source).is_dir() else "DIR"),
+            then=lambda args: shlex.join(
+                ["jtrain", "hf", "config", args.source, "--base", "sft_llama1b", "--out", "model.py"]
+            ),
         ),
     },
 )

@@ -9,9 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jtrain.cli.options import add_config, add_local_devices, add_workdir, config_words
+from jtrain.cli.options import (
+    add_config,
+    add_local_devices,
+    add_workdir,
+    config_words,
+    in_new_workdir,
+    without,
+)
 from jtrain.cli.run import Args, Command, Parser, Verb
-from jtrain.errors import UserError
+from jtrain.errors import TakenWorkdir, UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax, use_unified_memory
@@ -149,16 +156,21 @@ def train(args: Args) -> int:
 
     from jtrain.train.start import start
 
-    return start(
-        run_config,
-        run,
-        home=workdir_path(args.workdir),
-        environ=os.environ,
-        heart=heart,
-        allow_change=args.allow_change,
-        from_scratch=args.from_scratch,
-        dry_run=args.dry_run,
-    )
+    try:
+        return start(
+            run_config,
+            run,
+            home=workdir_path(args.workdir),
+            environ=os.environ,
+            heart=heart,
+            allow_change=args.allow_change,
+            from_scratch=args.from_scratch,
+            dry_run=args.dry_run,
+        )
+    except TakenWorkdir as error:
+        raise UserError(
+            f"{error}\nnext: {in_new_workdir(args.words, f'{args.workdir}{error.ending}')}"
+        ) from error
 
 
 def compile_for(topology: str, run_config: Any) -> int:
@@ -181,11 +193,7 @@ def then(args: Args) -> str:
     """The command that trains, after one that only printed; a run that trained names its own."""
     if not (args.print_config or args.dry_run) or os.environ.get("JTRAIN_PROCESS_ID", "0") != "0":
         return ""
-    options = Parser("", description="", epilog="")
-    options.add_argument("--topology")
-    options.add_argument("--dry-run", action="store_true")
-    options.add_argument("--print-config", action="store_true")
-    return shlex.join(["jtrain", "launch", *options.parse_known_args(args.words)[1]])
+    return shlex.join(["jtrain", "launch", *without(args.words, "--topology")])
 
 
 VERB = Verb(

@@ -5,10 +5,13 @@ write.
 import itertools
 import math
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from jtrain.cli.run import STDOUT, Args, Parser, WrongValue
 from jtrain.runtime.accelerators import DEVICES
+from jtrain.runtime.stores import workdir_path
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 # 1024 in KiB, MiB, and in K, M without a unit, as nccl-tests counts; 1000 in KB, MB.
@@ -53,6 +56,25 @@ def add_workdir(
 ) -> None:
     """Adds --workdir, which names a run's files."""
     parser.add_argument("--workdir", required=required, metavar="DIR", help=what)
+
+
+def in_new_workdir(words: Sequence[str], workdir: str) -> str:
+    """The command that trains as `words` say in `workdir`, numbered if it is there already."""
+    number = 2
+    name = workdir
+    while workdir_path(name).exists():
+        name, number = f"{workdir}-{number}", number + 1
+    return shlex.join(["jtrain", "launch", *without(words, "--workdir"), "--workdir", name])
+
+
+def without(words: Sequence[str], *options: str) -> list[str]:
+    """The words of a training command without some options, their values, and what only prints."""
+    parser = Parser("", description="", epilog="")
+    for option in options:
+        parser.add_argument(option)
+    for flag in ("--dry-run", "--print-config"):
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_known_args(words)[1]
 
 
 def add_step(parser: Parser, what: str = "step of the checkpoint (default: the newest)") -> None:

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain.cli import plan_cost, plan_ecmp, plan_network, plan_pipeline, plan_walls
 from jtrain.cli.machine_options import (
     add_count,
     add_machine,
@@ -15,6 +14,8 @@ from jtrain.cli.machine_options import (
     start_without_devices,
 )
 from jtrain.cli.options import add_config, add_json, config_words, output_file, share
+from jtrain.cli.plans import cost as plan_cost
+from jtrain.cli.plans import ecmp, network, pipeline, walls
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
 from jtrain.runtime.platform import use_unified_memory
@@ -371,11 +372,11 @@ VERB = Verb(
             add_json,
             then=lambda args: "jtrain plan llama8b --device h200 --count 8",
         ),
-        "pipeline": plan_pipeline.COMMAND,
-        "network": plan_network.COMMAND,
-        "ecmp": plan_ecmp.COMMAND,
+        "pipeline": pipeline.COMMAND,
+        "network": network.COMMAND,
+        "ecmp": ecmp.COMMAND,
         "cost": plan_cost.COMMAND,
-        "walls": plan_walls.COMMAND,
+        "walls": walls.COMMAND,
     },
 )
 main = VERB.main

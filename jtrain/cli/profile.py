@@ -1,21 +1,26 @@
 """Profile reports: `python -m jtrain.profile --workdir DIR`, and its commands `compare` and `export`."""
 
+import contextlib
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jtrain.cli.options import add_json, add_step, add_workdir
+from jtrain.cli.options import add_json, add_step, add_workdir, in_new_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER, other_parts
 from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime.stores import run_folder, workdir_path
 
 if TYPE_CHECKING:
     from jtrain.profile.analysis.records import Breakdown
 
 TRACE = "perfetto.json"
+WINDOW = (20, 25)
+"""Window of the fiddler `profile`."""
 
 
 def add_options(parser: Parser) -> None:
@@ -46,15 +51,13 @@ def add_export_options(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {TRACE} beside the trace")
 
 
-def find(run_or_window: str, step: int | None) -> Path:
+def find(run_or_window: str, step: int | None, option: str = "--workdir") -> Path:
     """Folder of a window: `name` itself if it is one, else its window after `step`, or its newest one.
 
     Raises:
       UserError: the folder does not exist, or has no window, or none after that step.
     """
-    workdir = Path(run_or_window)
-    if not workdir.is_dir():
-        raise UserError(f"{workdir} is not a directory. Give the workdir of a run, such as runs/tiny.")
+    workdir = run_folder(run_or_window, option)
     # A window's own folder: no step can be meant in it.
     if step is None and any(
         (workdir / run_or_window).exists() for run_or_window in ("breakdown.json", "facts.json")
@@ -68,7 +71,7 @@ def find(run_or_window: str, step: int | None) -> Path:
     if not windows:
         raise UserError(
             f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Send SIGUSR1 to its job while it "
-            f"runs, or trace a run of its own: {_traced_command(workdir)}."
+            f"runs, or trace a run of its own:\nnext: {_traced_command(run_or_window)}"
         )
     # The newest window, which is the one that a run has just written.
     if step is None:
@@ -81,13 +84,24 @@ def find(run_or_window: str, step: int | None) -> Path:
     return windows[step]
 
 
-def _traced_command(workdir: Path) -> str:
-    """The command of the run in `workdir`, with a trace and a workdir of its own."""
-    try:
-        words = json.loads((workdir / "run.json").read_text())["command"]
-    except (OSError, ValueError, KeyError):  # not a run's folder, or not one of this version
-        words = ["jtrain", "launch", "--config=tiny"]
-    return f"{shlex.join(words)} --with profile --workdir {workdir}-profile"
+def _traced_command(workdir: str) -> str:
+    """The command of the run in `workdir`, with a window within the run and a workdir of its own."""
+    words, num_steps = ["--config=tiny"], 300
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError
+    ):  # no run, or not one of this version
+        command = json.loads((workdir_path(workdir) / "run.json").read_text())["command"]
+        match = re.search(
+            r"^num_steps: int = (\d+)", (workdir_path(workdir) / "config.txt").read_text(), re.M
+        )
+        verb = next(i for i, word in enumerate(command) if word.endswith("launch"))
+        words, num_steps = command[verb + 1 :], num_steps if match is None else int(match[1])
+    last = WINDOW[1] if num_steps == 1 else min(num_steps, WINDOW[1])
+    window = ("--with", "profile")
+    if last < WINDOW[1] or "profile" in words:
+        window = ("--set", f"profile.steps=({max(1, last - 5)},{last})")
+    longer = ("--set", f"num_steps={last}") if last > num_steps else ()
+    return in_new_workdir([*words, *longer, *window], f"{workdir}-profile")
 
 
 def load(folder: Path) -> "Breakdown":
@@ -140,7 +154,7 @@ def show(args: Args) -> int:
 
 def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
-    before_folder, after_folder = find(args.against, None), find(args.workdir, args.step)
+    before_folder, after_folder = find(args.against, None, "--against"), find(args.workdir, args.step)
     from jtrain.profile.report import compare  # lazy: rich
     from jtrain.report.terminal import new_console
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, override
 
+from jtrain.config.other_names import known_elsewhere
 from jtrain.errors import AwayError, HardwareFault, UserError, did_you_mean
 from jtrain.runtime import exit_codes
 from jtrain.runtime.atomic_io import is_away
@@ -68,7 +69,25 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         # argparse writes `argument --x: ...`; the option's name is enough.
         message = re.sub(r"^argument ([^:]+): ", r"\1 ", message)
-        raise UserError(f"{message}. {self._help}")
+        setting = re.match(r"unrecognized arguments: ([a-z][\w.]*=\S*)", message)
+        hint = f"Did you mean --set {setting[1]}? " if setting and self._takes("--set") else ""
+        raise UserError(f"{message}. {hint}{self._help}")
+
+    def _takes(self, option: str) -> bool:
+        return option in self._option_string_actions
+
+    def _hint(self, word: str) -> str:
+        """Suggestion for an option that is not there: the field or option of that meaning, or the nearest name."""
+        name, equals, value = word.partition("=")
+        meant = known_elsewhere(name)
+        if meant is not None and self._takes(meant):
+            return f"Did you mean {meant}? "
+        # `--lr 1e-3` and `--model.num_layers=2` are fields, which --set sets.
+        field = meant or (name[2:] if "." in name else None)
+        if field is not None and not field.startswith("--") and self._takes("--set"):
+            setting = field if "=" in field else f"{field}={value if equals else 'VALUE'}"
+            return f"Did you mean --set {setting}? "
+        return did_you_mean(name, self._option_string_actions)
 
     @property
     def _help(self) -> str:
@@ -87,10 +106,8 @@ class Parser(argparse.ArgumentParser):
         # Misspelt names come first: argparse would say that the option which was meant is missing.
         for word in words:
             name = word.partition("=")[0]
-            if name.startswith("--") and name != "--" and name not in self._option_string_actions:
-                raise UserError(
-                    f"no option {name}. {did_you_mean(name, self._option_string_actions)}{self._help}"
-                )
+            if name.startswith("--") and name != "--" and not self._takes(name):
+                raise UserError(f"no option {name}. {self._hint(word)}{self._help}")
         # Args with the words, so that a command can be repeated as it was typed.
         return self.parse_args(words, Args(words=list(words)))
 
@@ -104,8 +121,7 @@ class Command:
     add_options: declares the options.
     description: sentences for `--help`; "" takes the summary.
     exits: what the exit codes mean here.
-    subject: option whose value may stand alone, first: with `config`, `plan llama8b` is `plan --config
-      llama8b`.
+    subject: option whose value may stand alone: with `config`, `plan llama8b` is `plan --config llama8b`.
     then: returns the command that a user would run next; "" for none.
     ignores_unknown: True for a command that is given the options of another one.
     """
@@ -115,7 +131,7 @@ class Command:
     add_options: Callable[[Parser], None] = lambda parser: None
     description: str = ""
     exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
-    subject: Literal["", "config", "workdir", "source"] = ""
+    subject: Literal["", "config", "workdir", "source", "from", "field"] = ""
     ignores_unknown: bool = False
     then: Callable[[Args], str] = lambda args: ""
 
@@ -124,14 +140,42 @@ class Command:
         description = self.description or f"{self.summary[0].upper()}{self.summary[1:]}."
         parser = Parser(prog, description=description, epilog=self.exits, listing=listing)
         self.add_options(parser)
+        for action in parser._actions:
+            if self.subject and f"--{self.subject}" in action.option_strings:
+                action.help = f"{action.help}; its value may also stand alone"
         return parser
+
+    def name_subject(self, words: Sequence[str]) -> list[str]:
+        """The words with the option of the subject before the one word that no option takes, wherever it is."""
+        option, is_help = f"--{self.subject}", {"-h", "--help"} & {*words}
+        if not self.subject or is_help or option in (word.partition("=")[0] for word in words):
+            return [*words]
+        if words and not words[0].startswith("-"):
+            return [option, *words]
+        # A parser that requires nothing finds the words that are left over.
+        lenient = self.parser("")
+        for part in (*lenient._actions, *lenient._mutually_exclusive_groups):
+            part.required = False
+
+        def left_over(words: Sequence[str]) -> list[str]:
+            try:
+                left = lenient.parse_known_args(words)[1]
+            except UserError:  # said by the parser of the command itself
+                left = words
+            return [word for word in left if not word.startswith("-")]
+
+        left = left_over(words)
+        if len(left) != 1 or "=" in left[0]:
+            return [*words]
+        # The same text may be the value of an option too: without the subject no word is left over.
+        places = [place for place, word in enumerate(words) if word == left[0]]
+        place = next(place for place in places if not left_over([*words[:place], *words[place + 1 :]]))
+        return [*words[:place], option, *words[place:]]
 
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""
         parser = self.parser(prog, listing)
-        # A word that is no option is the subject: `plan llama8b`.
-        if self.subject and words and not words[0].startswith("-"):
-            words = [f"--{self.subject}", *words]
+        words = self.name_subject(words)
         args = parser.parse_known_args(words)[0] if self.ignores_unknown else parser.parse(words)
         # Kept before it is redirected: `--json -` is all that a pipe should get.
         args.stdout = sys.stdout

@@ -8,7 +8,7 @@ import fiddle as fdl
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import tree
 from jtrain.config.run import Run, build_run
-from jtrain.errors import FileError, UserError, did_you_mean
+from jtrain.errors import FileError, TakenWorkdir, UserError, did_you_mean
 from jtrain.runtime.secrets import redact_lines
 
 _ASKED = "# asked: "
@@ -158,7 +158,7 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
             if all(_is_covered(line, names) for line in refused)
             else ""
         )
-        raise UserError(
+        raise TakenWorkdir(
             f"{workdir} holds another run:{changed_lines}\nSet --workdir to a new folder, or run with the "
             f"config in {file}{way_out}."
         )

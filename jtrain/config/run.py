@@ -93,6 +93,7 @@ class EvalSpec:
 class Run:
     """One training run: `num_steps` updates of the weights drawn from `seed`.
 
+    seed: of the initial weights and of the order of the data.
     num_steps: length of the run, and of the learning-rate schedule.
     deterministic: `on` has XLA give every sum on GPUs one order, so that steps repeat bit for bit; `off` lets
       them add in any order; `auto` leaves XLA's default, or what XLA_FLAGS says.

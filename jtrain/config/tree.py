@@ -20,10 +20,11 @@ from jtrain.config.components import (
     check_code,
     code_lines,
     find_class,
-    is_user_name,
+    kinds_of,
     name_of,
 )
 from jtrain.config.field_types import NO_VALUE, convert, convert_field, resolve_alias, type_name
+from jtrain.config.other_names import known_elsewhere
 from jtrain.errors import UserError
 from jtrain.runtime.secrets import redact_assignment, redact_value, without_secrets
 
@@ -128,7 +129,7 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     text = redact_assignment(text)  # for messages
     if not equals or not path:
         raise UserError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
-    owner: Any = config
+    owner, annotation = config, Any
     # From the root down, one component at a time, so that an error names the deepest name that exists.
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
@@ -149,29 +150,36 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
             continue
         if not isinstance(owner, fdl.Config):
             above = ".".join(parents[:depth])
+            kinds = [kind.__name__ for kind in kinds_of(annotation)]
             way_out = (
-                "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
+                f"Put one there first (--set {above}=NAME, of {', '.join(kinds)})."
+                if owner is None and kinds
+                else f"Set {above} itself."
             )
             raise UserError(f"--set {text}: {above} is {owner!r}, which has no fields. {way_out}")
         if name not in _fields(owner):
             raise UserError(f"--set {text}: {_unknown_path(config, owner, path, depth)}")
         if depth < len(parents):
-            owner = _fields(owner)[name][1]
+            annotation, owner = _fields(owner)[name]
     annotation, value = _fields(owner)[last]
     try:
         # Quotes may be left out on the command line: `--set data.path=web/*.jsonl` is a string.
         literal = ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         literal = raw
-    chosen = find_class(path, literal, annotation) if is_user_name(str(literal)) else None
+    # Places of a tuple are filled by fiddlers; a name alone would say neither where nor with what.
+    is_class_name = isinstance(literal, str) and not _component_kinds(annotation)
+    chosen = find_class(path, literal, annotation) if is_class_name else None
     if chosen is not None:
         setattr(owner, last, _replaced(value, chosen))
         return
     if isinstance(value, fdl.Config) and literal is not None:
+        kinds = [kind.__name__ for kind in kinds_of(annotation)]
+        way_out = f"by its class (--set {path}=NAME, of {', '.join(kinds)})"
+        way_out = way_out if len(kinds) > 1 else "with a fiddler (--with)"
         raise UserError(
             f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one "
-            f"of its fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it with a "
-            "fiddler (--with)."
+            f"of its fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it {way_out}."
         )
     if (kind := _named_component(annotation)) is not None:
         setattr(owner, last, _components(path, literal, kind))
@@ -344,10 +352,14 @@ def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, de
     above = ".".join(parts[:depth])
     everywhere = [leaf.path for leaf in leaves(config)]
     siblings = [".".join([*parts[:depth], field]) for field in _fields(owner)]
-    similar_paths = difflib.get_close_matches(path, everywhere)
-    # The last name alone: `warmup` finds optimizer.warmup_steps.
-    similar_paths += [other_path for other_path in everywhere if other_path.split(".")[-1] == parts[-1]]
-    similar_paths += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
+    # What other trainers call it says more than its letters: `lr` is near `b2`.
+    if (meant := known_elsewhere(parts[-1])) is not None and not meant.startswith("--"):
+        similar_paths = [meant]
+    else:
+        similar_paths = difflib.get_close_matches(path, everywhere)
+        # The last name alone: `warmup` finds optimizer.warmup_steps.
+        similar_paths += [other_path for other_path in everywhere if other_path.split(".")[-1] == parts[-1]]
+        similar_paths += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
     hint = f"Did you mean {', '.join(list(dict.fromkeys(similar_paths))[:3])}? " if similar_paths else ""
     owner_name = above or "the config"
     return (

@@ -12,29 +12,29 @@ from jtrain.layout.offload_spec import OffloadSpec
 class LayoutSpec:
     """Layout options of a model on a mesh; they change speed and memory, never the losses.
 
-      zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also
-        parameters.
-      microbatches: number of parts in which the global batch is computed; their gradients are summed.
+    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also
+      parameters.
+    microbatches: number of parts in which the global batch is computed; their gradients are summed.
     microbatch_tokens: most tokens that a device computes at a time: once the mesh is known, each of the
       `microbatches` is cut into as many parts as that takes (`split_batch`). None leaves them as they are.
-      remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's
-        input and recomputes the rest, `named` that input and `remat_save`.
-      remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
-      tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls,
-        except where the kernels' cost model predicts that this is slower.
-      sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
-        collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
-        together.
-      mlp_chunk: positions of each sequence on a device whose hidden units of a dense feed-forward layer exist at a
-        time, in both passes; None for all. Long sequences then need memory for their residual stream and attention
-        alone.
-      offload: arrays kept in host memory.
-      context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
-        scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
-        (arXiv:2309.14509).
-      auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the
-        settings that fit with the least predicted step time. They replace the config's, and config.txt holds
-        them.
+    remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's
+      input and recomputes the rest, `named` that input and `remat_save`.
+    remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
+    tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls,
+      except where the kernels' cost model predicts that this is slower.
+    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
+      collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
+      together.
+    mlp_chunk: positions of each sequence on a device whose hidden units of a dense feed-forward layer exist at a
+      time, in both passes; None for all. Long sequences then need memory for their residual stream and attention
+      alone.
+    offload: arrays kept in host memory.
+    context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
+      scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
+      (arXiv:2309.14509).
+    auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the
+      settings that fit with the least predicted step time. They replace the config's, and config.txt holds
+      them.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0

@@ -26,6 +26,9 @@ type Pointwise = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class ClampedSwiGLU:
     """Gate `g * sigmoid(alpha * g) * (u + 1)` of clamped g = min(gate, limit) and u = clip(up, -limit, limit), as
     in gpt-oss (arXiv:2508.10925).
+
+    alpha: steepness of the sigmoid.
+    limit: largest size of gate and up that counts.
     """
 
     alpha: float = 1.702

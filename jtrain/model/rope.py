@@ -17,6 +17,11 @@ class Llama3Scaling:
 
     Frequencies whose wavelength is over `original_seq_len / low_freq_factor` are divided by `factor`; those
     under `original_seq_len / high_freq_factor` stay; frequencies between the two are blended.
+
+    factor: longest context over that of pretraining.
+    low_freq_factor, high_freq_factor: bounds of the blend, as parts of `original_seq_len`.
+    original_seq_len: context of pretraining, in tokens.
+
     Source: Llama 3.1's `rope_scaling` of type `llama3` (arXiv:2407.21783, section 3.4.2).
     """
 
@@ -39,7 +44,10 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Divides all frequencies by `factor` (position interpolation, arXiv:2306.15595)."""
+    """Divides all frequencies by `factor` (position interpolation, arXiv:2306.15595).
+
+    factor: longest context over that of pretraining.
+    """
 
     factor: float
 
@@ -51,7 +59,10 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    """Rotates the fastest pairs of a head alone, `share` of them, at the frequencies of the whole head (Gemma 4)."""
+    """Rotates the fastest pairs of a head alone, `share` of them, at the frequencies of the whole head (Gemma 4).
+
+    share: share of the pairs that are rotated.
+    """
 
     share: float
 
@@ -65,6 +76,8 @@ class ProportionalScaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3): divides low frequencies by `factor`, blended over a ramp of dims.
 
+    factor: longest context over that of pretraining.
+    original_seq_len: context of pretraining, in tokens.
     beta_fast, beta_slow: rotations over `original_seq_len` at which the ramp begins and ends.
     truncate: True rounds the ends of the ramp to whole dims.
     attention_factor: multiplies cosine and sine, and with them scores by its square; 1 where the model's
@@ -104,6 +117,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 class RopeSpec:
     """Rotary embedding of base `theta` (arXiv:2104.09864), in the half-split layout of Llama checkpoints.
 
+    theta: base of the wavelengths: larger ones tell positions farther apart.
     scaling: of the frequencies, for contexts longer than in pretraining.
     rotated_share: share of each head's dims that is rotated: its first ones.
     backwards: True rotates by negative angles (nanochat).
@@ -154,6 +168,11 @@ class QueryTemperature:
 
     It is 1 + beta * log(1 + floor((position + offset) / scale)), or where it `is_power`
     (1 + (position + offset) / scale) ** beta (Beam).
+
+    beta: growth of the factor; 0 leaves queries as they are.
+    scale: positions over which the factor takes one step.
+    offset: added to every position.
+    is_power: True for the second form.
     """
 
     beta: float

@@ -27,6 +27,8 @@ class Cosine:
     Update `num_steps` is the first one after the run: with `final_fraction=0.0` the last update has a rate
     above 0.
 
+    final_fraction: rate at the end over the peak.
+
     Source: arXiv:1608.03983, without restarts.
     """
 
@@ -49,6 +51,8 @@ class WarmupStableDecay:
     A run can be lengthened from any checkpoint of the plateau, since nothing before the decay depends on
     `num_steps` (if `warmup_steps` is an int).
 
+    decay_steps: length of the decay, in steps (int) or as a fraction of the run (float).
+    final_fraction: rate at the end over the peak.
     shape: `linear`, or `sqrt`: 1 - sqrt(fraction of the decay done), which arXiv:2405.18392 found better.
 
     Source: arXiv:2404.06395, arXiv:2405.18392.

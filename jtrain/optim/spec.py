@@ -25,8 +25,11 @@ class AdamW:
     arithmetic is always f32. `jtrain.optim.state_bytes` is exact.
 
     peak_lr: the highest learning rate; `schedule` sets the rate after the warm-up.
+    schedule: course of the rate after the warm-up.
     warmup_steps: update k < warmup_steps uses peak_lr * (k + 1) / warmup_steps. An int is steps, a float
       below 1.0 a fraction of the run (`StepsOrFraction`).
+    b1, b2: decay rates of the first and the second moment.
+    eps: added to the square root of the second moment.
     weight_decay: multiplied by the learning rate, as in PyTorch. Applies to matrices only
       (`ParamInfo.is_matrix`): norm scales never decay; embedding and unembedding do, as in Megatron-LM and
       nanoGPT (not in OLMo 2).
@@ -120,6 +123,10 @@ class Muon(AdamW):
     AdamW's, so that one learning rate and one weight decay suit both.
 
     A layer's matrix has only one moment, which takes half of AdamW's bytes.
+
+    momentum: decay rate of that moment.
+    update_rms: root mean square of an update before the learning rate.
+    newton_schulz_steps: iterations of the orthogonalization.
 
     Source: kellerjordan.github.io/posts/muon; arXiv:2502.16982 for `update_rms` and the weight decay.
     """

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jtrain.errors import UserError
+from jtrain.errors import TakenWorkdir, UserError
 from jtrain.profile.trace_dir import FOLDER
 
 WINDOW_STEPS = 5
@@ -59,10 +59,12 @@ class ProfileSpec:
             return
         if (workdir / FOLDER / str(self.steps[0])).exists():
             return
-        raise UserError(
+        error = TakenWorkdir(
             f"profile.steps={self.steps} can trace nothing: the run in {workdir} is done, at step "
             f"{saved_step} of {num_steps}. Add --workdir {workdir}-profile to train and trace it there."
         )
+        error.ending = "-profile"
+        raise error
 
     def check_length(self, num_steps: int) -> None:
         """Checks that the window ends within the run.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jtrain.errors import AwayError, UserError, did_you_mean
+from jtrain.errors import AwayError, UserError, did_you_mean, first_few
 from jtrain.runtime.atomic_io import cannot_write, is_away
 
 EXTRAS = {"gs": ("gs", "gcsfs"), "s3": ("s3", "s3fs")}
@@ -113,6 +113,22 @@ def workdir_path(text: str) -> Path:
     _limit_requests()
     with store_errors(text):
         return store_path(f"{scheme}://{bucket}")
+
+
+def run_folder(text: str, option: str = "--workdir") -> Path:
+    """Returns the folder that an option names as `workdir_path` does; of a run that has been, so it is there.
+
+    Raises:
+      UserError: there is no such folder; names the runs beside it and below `runs`.
+    """
+    folder = workdir_path(text)
+    if in_store(folder) or folder.is_dir():
+        return folder
+    configs = (*folder.parent.glob("*/config.txt"), *Path("runs").glob("*/config.txt"))
+    runs = sorted({str(config.parent) for config in configs})
+    hint = did_you_mean(str(folder), runs)
+    runs_text = f"There are: {first_few(runs, 5)}." if runs else "Train one: jtrain launch --config=tiny."
+    raise UserError(f"{option} {text}: there is no such folder. {hint}{runs_text}")
 
 
 @functools.cache

@@ -56,6 +56,7 @@ class AlertsSpec:
     hang_minutes: longest time in one phase of a step, compilation included.
     disk_free_gib: least free space on the workdir's disk.
     goodput: lowest share of training in the wall time of `goodput_minutes`.
+    goodput_minutes: wall time over which the share is taken.
     repeat_minutes: time after an alert in which others of its kind are only counted.
     """
 

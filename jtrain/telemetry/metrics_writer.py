@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jtrain.telemetry.metrics import (
     TrainLine,
     drop_after,
     encode,
+    read,
 )
 from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar
 
@@ -138,7 +139,8 @@ class Metrics:
                 *named_results,
                 *((f"eval {name}", result) for name, result in sets.items()),
             ]:
-                self.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
+                with _broken_stream_allowed():
+                    self._progress.evaluation(step, name, result.summary())
             for name, share in (exact or {}).items():
                 self.say(f"step {step}/{self._progress.num_steps}  answers of {name}: {share:.1%} exact")
 
@@ -154,6 +156,15 @@ class Metrics:
         if self._progress is not None:
             with _broken_stream_allowed():
                 self._progress.say(text)
+
+    def end(self, folder: Path, next_commands: Sequence[str]) -> None:
+        """Says what the run left in `folder`, and which commands a user would type next."""
+        if self._progress is not None:
+            # A stream may be broken, and so may the disk that keeps the lines.
+            with _broken_stream_allowed():
+                lines = read(self._workdir / FILE)
+                losses = [line["loss_nats"] for line in lines if line.get("loss_nats") is not None]
+                self._progress.end(losses, folder, next_commands)
 
     def note(self, step: int, text: str) -> None:
         """Prints a data plane's message and appends it to data.log, without secrets in addresses."""

@@ -1,9 +1,16 @@
-"""Progress of a run on its terminal: a bar, or one plain line per logged step."""
+"""Progress of a run on its terminal: a table above a bar, or one plain line per logged step."""
 
+import itertools
 import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Protocol, cast, runtime_checkable
 
 from jtrain.telemetry.metrics import TrainLine
+
+WIDE = 120
+"""Columns of a terminal from which a step has more figures."""
 
 
 @runtime_checkable
@@ -35,6 +42,13 @@ class PlainProgress:
     def train(self, line: TrainLine) -> None:
         self.say(f"step {line.step}/{self.num_steps}  {summary(line, self.num_steps)}")
 
+    def evaluation(self, step: int, name: str, text: str) -> None:
+        self.say(f"step {step}/{self.num_steps}  {name} {text}")
+
+    def end(self, losses: Sequence[float], folder: Path, next_commands: Sequence[str]) -> None:
+        del losses, folder
+        self.say(f"next: {next_commands[0]}")
+
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
@@ -43,29 +57,103 @@ class PlainProgress:
 
 
 class RunProgressBar(PlainProgress):
-    """Progress bar for a terminal."""
+    """Table of the logged steps on a terminal, above a bar that moves while a step compiles."""
 
     def __init__(self, stream: ProgressStream, num_steps: int, start_step: int) -> None:
         super().__init__(stream, num_steps, start_step)
         from rich.console import Console  # lazy: 0.1 s
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        # rich's own estimate of the remaining time would count the compilation as a step.
-        self._bar = Progress(*columns, console=Console(file=cast(IO[str], stream)), auto_refresh=False)
+        count, bar = (SpinnerColumn(), TextColumn("step"), MofNCompleteColumn()), BarColumn()
+        # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step anything.
+        self._bar = Progress(
+            *(*count, bar, TextColumn("{task.description}"), TimeElapsedColumn()),
+            console=Console(file=cast(IO[str], stream)),
+            refresh_per_second=2,
+            transient=True,
+        )
+        self._console = self._bar.console
+        self._step_width = max(7, 2 * len(str(num_steps)) + 1)
+        self._best_tokens_per_s: float | None = None
+        self._has_header = False
         self._task = self._bar.add_task("compiling", total=num_steps, completed=start_step)
         self._bar.start()
-        self._bar.refresh()
 
     def train(self, line: TrainLine) -> None:
-        text = summary(line, self.num_steps)
-        self._bar.update(self._task, completed=line.step, description=text, refresh=True)
+        cells = self._cells(line)
+        if not self._has_header:
+            self._has_header = True
+            names = " ".join(f"{name:>{width}}" for name, _, width in cells)
+            self._print(f"{'step':>{self._step_width}} {names}", "dim")
+        step = f"{line.step}/{self.num_steps}"
+        texts = " ".join(f"{text:>{width}}" for _, text, width in cells)
+        self._print(f"{step:>{self._step_width}} {texts}")
+        self._bar.update(self._task, completed=line.step, description="training")
+
+    def _cells(self, line: TrainLine) -> list[tuple[str, str, int]]:
+        """Name, text and width of each column after the step; wide terminals have more of them."""
+        left_s = (self.num_steps - line.step) * line.step_time_ms / 1e3
+        # The first line's speed is mostly that of the compiler.
+        best = None if line.step == 1 else max(self._best_tokens_per_s or 0.0, line.tokens_per_s)
+        self._best_tokens_per_s = best
+        share = line.mfu if line.mfu is not None or best is None else line.tokens_per_s / best
+        host_gib = None if line.host_rss_mib is None else line.host_rss_mib / 1024
+        gib = host_gib if line.device_memory_peak_gib is None else line.device_memory_peak_gib
+        cells = [
+            ("loss", f"{line.loss_nats:.4f}", 9),
+            ("gradient", f"{line.grad_norm:.4g}", 9),
+            ("rate", f"{line.learning_rate:.2e}", 9),
+            ("tokens/s", _count(line.tokens_per_s), 9),
+            # Without a published peak, the fastest that this machine was in this run.
+            ("of best" if line.mfu is None else "MFU", "-" if share is None else f"{share:.1%}", 8),
+            ("memory", "-" if gib is None else f"{gib:.1f} GiB", 10),
+            ("left", "-" if line.step == 1 else _duration(left_s), 8),
+        ]
+        if self._console.width >= WIDE:
+            cells[4:4] = [
+                ("step", f"{line.step_time_ms:.1f} ms", 11),
+                ("data wait", f"{line.data_wait_ms:.1f} ms", 10),
+            ]
+            cells.insert(-1, ("clock", "-" if line.clock_mhz is None else f"{line.clock_mhz:.0f} MHz", 10))
+        return cells
+
+    def evaluation(self, step: int, name: str, text: str) -> None:
+        # In the column of the losses: the step is that of the row above.
+        loss, _, rest = text.removeprefix("loss ").partition(" ")
+        self._print(f"{name:>{self._step_width}} {loss:>9} {rest}", "cyan")
+
+    def end(self, losses: Sequence[float], folder: Path, next_commands: Sequence[str]) -> None:
+        if len(losses) > 1 and self._console.encoding.lower().startswith("utf"):
+            self._print(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
+        self._print(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
+        for command in next_commands:
+            self._print(f"next: {command}", "bold")
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._print(text, "yellow" if text.startswith("warning") else "")
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Means of up to `width` parts of the finite values, as blocks of eight heights."""
+    finite = [value for value in values if math.isfinite(value)]
+    parts = min(width, len(finite))
+    bounds = [len(finite) * part // parts for part in range(parts + 1)] if parts else []
+    means = [statistics.fmean(finite[start:end]) for start, end in itertools.pairwise(bounds)]
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (span or 1.0))] for mean in means)
 
 
 def summary(line: TrainLine, num_steps: int) -> str:

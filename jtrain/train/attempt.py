@@ -189,7 +189,7 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
             if is_complete:
-                metrics.say(f"next: {_next_command(run, home)}")
+                metrics.end(home, _next_commands(run, home))
     return DONE if is_complete else STOPPED
 
 
@@ -310,7 +310,10 @@ def _end_line(loop: Loop, *, seconds: float, home: Path) -> str:
     return f"done: {step} steps in {seconds:.0f} s; results in {home}"
 
 
-def _next_command(run: Run, home: Path) -> str:
-    """Command that shows what a finished run made: its profile if it traced a window, else text."""
-    traced = run.profile.steps is not None and (home / FOLDER).is_dir()
-    return f"jtrain {'profile' if traced else 'generate'} --workdir {shlex.quote(str(home))}"
+def _next_commands(run: Run, home: Path) -> list[str]:
+    """Commands that show what a finished run made: its profile first if it traced a window, else text."""
+    workdir = shlex.quote(str(home))
+    shown = [f"jtrain generate --workdir {workdir}", f"jtrain checkpoint list --workdir {workdir}"]
+    if run.profile.steps is not None and (home / FOLDER).is_dir():
+        shown.insert(0, f"jtrain profile --workdir {workdir}")
+    return [*shown[:2], f"jtrain hf export --workdir {workdir} --out {workdir}-export"]

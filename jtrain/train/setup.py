@@ -50,7 +50,9 @@ class Setup:
         """Returns the plan in brief, what the run reads and by which core, for the first lines of a run in
         folder `home`.
         """
-        plan = [*brief_lines(self.job, available=self.memory_bytes), f"the whole plan: {home / 'plan.txt'}"]
+        *plan, last = brief_lines(self.job, available=self.memory_bytes)
+        # One line for both: all that comes before the first step fits a small screen.
+        plan.append(f"{last}; the whole plan: {home / 'plan.txt'}")
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
         # Rows that this process reads: other processes read the rest.
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())

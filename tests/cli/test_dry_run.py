@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jtrain.checkpoint.files import MANIFEST
 from jtrain.cli import launch
 from jtrain.config.load import load_config
 from jtrain.config.tree import flat
@@ -80,6 +82,37 @@ def test_a_dry_run_is_refused_as_the_run_is(
     # What the layout would need is said as well, where there is one.
     if case in ("mesh", "memory", "data", "vocabulary", "another run", "lost"):
         assert "bytes per device, at the peak" in dry.out
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "ending"),
+    [
+        (["num_steps=5"], ["--set", "num_steps=7"], ""),
+        (["num_steps=5", "seed=1"], ["--set", "num_steps=5"], ""),
+        (["num_steps=5"], ["--set", "num_steps=5", "--set", "profile.steps=(1,3)"], "-profile"),
+    ],
+    ids=["more steps", "another seed", "a profile"],
+)
+def test_a_run_that_is_done_offers_a_workdir_for_something_new(
+    saved: list[str],
+    words: list[str],
+    ending: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last line is the whole command, in a folder that is not there; it starts."""
+    workdir = tmp_path / "run"
+    (workdir / "checkpoints" / "5").mkdir(parents=True)
+    (workdir / "checkpoints" / "5" / MANIFEST).touch()
+    (workdir / "config.txt").write_text(flat(load_config("tiny", ["debug"], saved)))
+    if ending == "":
+        (tmp_path / "run-2").mkdir()
+    new = f"{workdir}-3" if ending == "" else f"{workdir}{ending}"
+    command = ["--config=tiny", "--with", "debug", *words, "--workdir", str(workdir), "--dry-run"]
+    assert launch.main(command) == 2
+    advice = capsys.readouterr().err.rpartition("\n")[0].rpartition("\n")[2]
+    assert shlex.split(advice) == ["next:", "jtrain", "launch", *command[:-3], "--workdir", new]
+    assert launch.main([*shlex.split(advice)[3:], "--dry-run"]) == 0
 
 
 def test_a_run_that_would_start_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,10 +235,11 @@ def test_mistakes_exit_2_with_a_message(given: Given, capsys: pytest.CaptureFixt
     assert run("import", "--from", given.folder, "--workdir", tmp_path / "run", "--config=tinny") == 2
     assert "Did you mean tiny, tiny_sft, tiny_moe?" in capsys.readouterr().err
     assert run("export", "--workdir", tmp_path / "nowhere", "--out", tmp_path / "out") == 2
-    assert "No checkpoint in" in capsys.readouterr().err
-    assert run("export", "--workdir", tmp_path / "nowhere", "--out", given.folder) == 2
-    assert "is there already and not empty" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
     assert run("import", "--from", given.folder, "--workdir", tmp_path / "run", *given.options) == 0
+    capsys.readouterr()
+    assert run("export", "--workdir", tmp_path / "run", "--out", given.folder) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
     assert run("export", "--workdir", tmp_path / "run", "--out", tmp_path / "out", "--step", 7) == 2
     assert "No complete checkpoint of step 7" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,11 +1,13 @@
 import dataclasses
 import json
+import shlex
 import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 
+from jtrain.cli import launch
 from jtrain.cli.profile import find, main
 from jtrain.profile.analysis import breakdown as breakdowns
 from jtrain.profile.analysis.records import Breakdown
@@ -155,10 +157,11 @@ def test_no_such_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     missing = str(tmp_path / "nowhere")
     for words in ([], ["compare", "--against", missing], ["export", "--perfetto"]):
         assert main([*words, "--workdir", missing]) == 2
+        option = "--against" if "compare" in words else "--workdir"
         out, err = capsys.readouterr()
         assert (out, err) == (
             "",
-            f"error: {missing} is not a directory. Give the workdir of a run, such as runs/tiny.\n",
+            f"error: {option} {missing}: there is no such folder. Train one: jtrain launch --config=tiny.\n",
         )
 
 
@@ -167,8 +170,38 @@ def test_a_workdir_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--workdir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {tmp_path} holds no profile: there is no {tmp_path}/profile/<step>.")
-    assert "--with profile --workdir" in err
-    assert err.count("\n") == 1
+    assert err.endswith(f"\nnext: jtrain launch --config=tiny --with profile --workdir {tmp_path}-profile\n")
+    assert err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "command", "new"),
+    [
+        (300, "--config=tiny --workdir {run}", "--config=tiny --with profile"),
+        (
+            20,
+            "--config=tiny --workdir={run} --set seed=1",
+            "--config=tiny --set seed=1 --set 'profile.steps=(15,20)'",
+        ),
+        (3, "--config=tiny", "--config=tiny --set 'profile.steps=(1,3)'"),
+        (1, "--config=tiny", "--config=tiny --set num_steps=25 --with profile"),
+        (99, "--config=tiny --with profile", "--config=tiny --with profile --set 'profile.steps=(20,25)'"),
+    ],
+)
+def test_the_way_to_a_profile_is_a_window_within_the_run(
+    num_steps: int, command: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's own command, in a folder that is not there yet; it is no dead end."""
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    words = ["python", "-m", "jtrain.launch", *command.format(run=workdir).split()]
+    (workdir / "run.json").write_text(json.dumps({"command": words}))
+    (workdir / "config.txt").write_text(f"seed: int = 0\nnum_steps: int = {num_steps}\n")
+    (tmp_path / "run-profile").mkdir()
+    assert main([str(workdir)]) == 2
+    advice = capsys.readouterr().err.rpartition("\nnext: ")[2]
+    assert advice == f"jtrain launch {new} --workdir {workdir}-profile-2\n"
+    assert launch.main([*shlex.split(advice)[2:], "--dry-run"]) == 0
 
 
 def test_a_step_without_a_window(tmp_path: Path) -> None:
@@ -225,4 +258,4 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert "Where a step's time went" in shown.stdout
     refused = python("-m", "jtrain.profile", "--workdir", str(tmp_path / "profile"))
     assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
+    assert refused.stderr.count("\n") == 2

@@ -2,8 +2,10 @@
 
 import compileall
 import importlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.cli import verbs
 from jtrain.cli.options import add_json, output_file
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import HardwareFault, UserError
@@ -20,7 +23,7 @@ from tests.processes import program
 ROOT = Path(__file__).parents[2]
 VERBS: dict[str, Verb] = {
     name: importlib.import_module(f"jtrain.cli.{name}").VERB
-    for name in ("launch", "plan", "profile", "checkpoint", "hf", "data", "generate", "node_check")
+    for name in ("launch", "plan", "profile", "checkpoint", "hf", "data", "generate", "explain", "node_check")
 }
 COMMANDS = [(name, word) for name, verb in VERBS.items() for word in ("", *verb.commands)]
 
@@ -93,6 +96,84 @@ def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[
     assert "no command squire of `python -m jtrain.shape`. Did you mean square?" in message
     assert "--config=squire is a config of that name" in message
     assert verb.main(["--config=squire"]) == 0, "the way out"
+
+
+def test_the_subject_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, between or after options, or with its name; two words are no subject."""
+
+    def say(args: Args) -> int:
+        print(args.workdir, args.out, args.fast)
+        return 0
+
+    def add_workdir_options(parser: Parser) -> None:
+        parser.add_argument("--workdir", required=True)
+        parser.add_argument("--out")
+        parser.add_argument("--fast", action="store_true")
+
+    verb = Verb("shape", Command("print", say, add_workdir_options, subject="workdir"))
+    for words in ("a --out a --fast", "--fast a --out a", "--out a --fast a", "--workdir=a --out a --fast"):
+        assert verb.main(words.split()) == 0
+        assert capsys.readouterr().out == "a a True\n", words
+    assert verb.main(["--out", "a", "b", "c"]) == 2
+    assert "required: --workdir" in capsys.readouterr().err
+    assert verb.main(["a", "b"]) == 2
+    assert "unrecognized arguments: b. " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint", "way_out"),
+    [
+        (["tiny", "--lr", "1"], "Did you mean --set optimizer.peak_lr=VALUE? ", "optimizer.peak_lr=1.0"),
+        (["tiny", "--batch-size=8"], "Did you mean --set data.global_batch=8? ", "data.global_batch=8"),
+        (["tiny", "--fsdp"], "Did you mean --set layout.zero_stage=3? ", "layout.zero_stage=3"),
+        (["tiny", "--model.d_ff=64"], "Did you mean --set model.d_ff=64? ", "model.d_ff=64"),
+        (["tiny", "seed=3"], "Did you mean --set seed=3? ", "seed=3"),
+        (["tiny", "--dryrun"], "Did you mean --dry-run", "seed=0"),
+        (["tiny", "--output_dir", "x"], "Did you mean --workdir? ", "seed=0"),
+    ],
+    ids=str,
+)
+def test_options_of_other_trainers_are_understood(
+    words: list[str], hint: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A refusal names the option or the setting that does it; that one is taken."""
+    assert VERBS["launch"].main(words) == 2
+    assert hint in capsys.readouterr().err
+    assert VERBS["launch"].main(["tiny", "--set", way_out, "--print-config"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", ["checkpoint list", "checkpoint", "generate", "profile", "hf export --out o"]
+)
+def test_a_run_that_is_not_there_is_one_message(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb that reads a run takes it alone or by --workdir, and names the runs that are there."""
+    monkeypatch.chdir(tmp_path)
+    verb, *rest = words.split()
+    for option in ([], ["--workdir"]):
+        assert VERBS[verb].main([*rest, *option, "runs/tni"]) == 2
+        error = capsys.readouterr().err
+        assert (
+            error
+            == "error: --workdir runs/tni: there is no such folder. Train one: jtrain launch --config=tiny.\n"
+        )
+    for name in ("tiny", "zzzz"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.txt").touch()
+    assert VERBS[verb].main([*rest, "runs/tni"]) == 2
+    message = "there is no such folder. Did you mean runs/tiny? There are: runs/tiny, runs/zzzz.\n"
+    assert capsys.readouterr().err == f"error: --workdir runs/tni: {message}"
+    assert VERBS[verb].main([*rest, "runs/tiny"]) == 2, "it is empty"
+    assert "there is no such folder" not in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Read without an import of jax."""
+    for option in ("--version", "-V"):
+        assert verbs.main([option]) == 0
+        jax_version, python = importlib.metadata.version("jax"), platform.python_version()
+        assert capsys.readouterr().out.endswith(f", jax {jax_version}, Python {python}\n")
 
 
 @pytest.mark.parametrize(

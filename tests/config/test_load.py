@@ -195,7 +195,10 @@ def test_a_run_is_built_of_frozen_values() -> None:
             r"mesh has no field dat\. Did you mean mesh\.data.*replica, stage, data, expert, context, tensor",
         ),
         ("seed.x=2", r"seed is 0, which has no fields\. Set seed itself"),
-        ("model.rope.scaling.factor=8", r"model\.rope\.scaling is None, which has no fields\. A fiddler"),
+        (
+            "model.rope.scaling.factor=8",
+            r"model\.rope\.scaling is None, which has no fields\. Put one there first",
+        ),
         ("mesh=8", r"mesh is a component \(MeshSpec\).*mesh\.data.*--with"),
         ("num_steps", r"--set num_steps: expected PATH=VALUE"),
         ("=3", r"expected PATH=VALUE"),

@@ -42,9 +42,8 @@ def test_a_directory_becomes_a_config_once(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "mine.py"
     assert main([*words, str(file)]) == 0
     said = capsys.readouterr()
-    assert (
-        f"jtrain hf import --from {tmp_path}/theirs --config={file}:run --workdir DIR" in said.out + said.err
-    )
+    follow = f"jtrain hf import --from {tmp_path}/theirs --config={file}:run --workdir runs/mine"
+    assert follow in said.out + said.err
     assert load_config(f"{file}:run").data.global_batch == load_config("sft_llama1b").data.global_batch
     before = file.read_text()
     assert main([*words, str(file)]) == 2

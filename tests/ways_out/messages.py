@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "jtrain").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-KINDS = ("UserError", "FileError", "AwayError")
+KINDS = ("UserError", "FileError", "AwayError", "TakenWorkdir")
 HOLE = "\0"
 """Stands for a value that a message puts in."""
 

@@ -179,6 +179,7 @@ _OPTIONS: dict[str, Words] = {
     "is the number of steps that --order reads": [
         *("data", "inspect", "--config=tiny", "--set", "data.path=stdlib", "--steps", "100"),
     ],
+    "is after the run, which has num_steps=": [*INSPECT, "--step", "99999999"],
     "--order reads all steps from the first": [
         *("data", "inspect", "--config=tiny", "--set", "data.path=stdlib", "--order", "--step", "3"),
     ],

@@ -100,6 +100,8 @@ class Staged(Schedule):
     """Shares in stages, each from its step until the next one.
 
     `((0, {"web": 1}), (5000, {"web": 1, "code": 1}))` halves the share of `web` at step 5000.
+
+    stages: first step of each stage, and the shares of the sources in it.
     """
 
     stages: Points
@@ -138,7 +140,10 @@ class Staged(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Schedule):
-    """Shares interpolated linearly between points; constant before the first and after the last point."""
+    """Shares interpolated linearly between points; constant before the first and after the last point.
+
+    points: step of each point, and the shares of the sources there.
+    """
 
     points: Points
 

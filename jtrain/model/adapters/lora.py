@@ -19,6 +19,7 @@ class LoRA:
 
     rank: columns of A and rows of B, R.
     alpha: scale is alpha / rank; with `rslora` alpha / sqrt(rank) (arXiv:2312.03732).
+    rslora: True divides by the square root of the rank, so that large ranks learn as fast.
     targets: names of matrices of the layers that get an adapter, as patterns: `q`, `mlp.*`, `*`. A name is
       the end of a parameter's path with or without its dimensions: `layers.attention.q_DNH` is also `q`,
       `attention.q` and `q_DNH`. Experts of a mixture have one each.

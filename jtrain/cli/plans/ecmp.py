@@ -5,7 +5,7 @@ spine.
 import shlex
 
 from jtrain.cli.machine_options import machine_words
-from jtrain.cli.plan_network import add_fabric_options, fabric_of
+from jtrain.cli.plans.network import add_fabric_options, fabric_of
 from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
 

@@ -1,0 +1,128 @@
+"""Screens of a run on a terminal, against golden texts; `python -m tests.telemetry.test_run_progress` remakes them."""
+
+import math
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jtrain.telemetry.metrics import EvalResult, MetricsSpec
+from jtrain.telemetry.metrics_writer import Metrics
+from jtrain.telemetry.run_progress import RunProgressBar, sparkline
+from tests.telemetry.screens import screen
+from tests.telemetry.test_metrics import Terminal, line
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "terminal"
+CASES = [(width, colour) for width in (80, 140) for colour in (False, True)]
+NEXT = [f"jtrain {verb} --workdir runs/tiny" for verb in ("generate", "checkpoint list", "hf export")]
+
+
+def golden_file(width: int, *, colour: bool) -> Path:
+    return GOLDEN / f"{width}{'_colour' if colour else ''}.txt"
+
+
+def run_on_terminal(stream: Terminal, workdir: Path, *, mfu: float | None) -> None:
+    """A run of 1,000 steps with an evaluation and a warning, as the loop tells it."""
+    (workdir / "plan.txt").touch()
+    speeds: list[dict[str, Any]] = [
+        dict(loss_nats=6.0801, tokens_per_s=391.4, step_time_ms=9000.0),
+        dict(loss_nats=3.3466, tokens_per_s=4_400.0, grad_norm=0.0001234, host_rss_mib=1536.0),
+        dict(loss_nats=1.3539, tokens_per_s=2_750.0, grad_norm=123.4567, device_memory_peak_gib=61.25),
+    ]
+    with Metrics(
+        workdir, MetricsSpec(tensorboard=False), num_steps=1000, start_step=0, stream=stream
+    ) as metrics:
+        metrics.say("resumed [from] step 0")
+        for step, values in zip((1, 500, 1000), speeds, strict=True):
+            metrics.train(line(step, mfu=mfu, **values))
+            if step == 500:
+                metrics.evaluation(
+                    step, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)}
+                )
+                metrics.say("warning: the disk fills")
+        metrics.say("done: 1000 steps in 62 s")
+        metrics.end(Path("runs/tiny"), NEXT)
+
+
+def shown(width: int, workdir: Path, *, colour: bool, mfu: float | None = None) -> str:
+    """Screen at the end of the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", str(width))
+        patch.chdir(workdir)
+        (workdir / "runs" / "tiny").mkdir(parents=True, exist_ok=True)
+        for name in ("config.txt", "metrics.jsonl", "plan.txt"):
+            (workdir / "runs" / "tiny" / name).touch()
+        patch.setenv("NO_COLOR", "" if colour else "1")
+        stream = Terminal()
+        run_on_terminal(stream, workdir, mfu=mfu)
+    return "\n".join(screen(stream.getvalue(), width, styles=colour)) + "\n"
+
+
+@pytest.mark.parametrize(("width", "colour"), CASES)
+def test_a_terminal_shows_the_golden_screen(width: int, colour: bool, tmp_path: Path) -> None:
+    """A line that stays for each logged step, evaluations between them, and at the end what to do next."""
+    want = golden_file(width, colour=colour).read_text()
+    assert shown(width, tmp_path, colour=colour) == want
+    lines = want.splitlines()
+    steps = [row for row in lines if re.search(r"\d+/1000 ", row)]
+    assert len(steps) == 3
+    assert ("<" in want) == colour
+    if not colour:
+        assert all(len(row) < width for row in steps)
+        header, evaluation = lines[1], next(row for row in lines if row.lstrip().startswith("eval "))
+        assert header.index("loss") + 4 == steps[0].index("6.0801") + 6 == evaluation.index("2.2500") + 6
+        assert ("data wait" in want) == (width == 140)
+
+
+def test_the_share_is_of_the_peak_where_one_is_published(tmp_path: Path) -> None:
+    """Otherwise of the fastest that this run has been on this machine, from the second line on."""
+    rows = shown(80, tmp_path, colour=False).splitlines()
+    assert "of best" in rows[1]
+    assert [row.split()[5] for row in rows if "/1000" in row] == ["-", "100.0%", "62.5%"]
+    rows = shown(80, tmp_path, colour=False, mfu=0.4125).splitlines()
+    assert "MFU" in rows[1]
+    assert [row.split()[5] for row in rows if "/1000" in row] == ["41.2%"] * 3
+
+
+def test_the_bar_moves_while_a_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread: nobody calls it in the time between two pictures."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    progress = RunProgressBar(stream, 300, 20)
+    deadline = time.monotonic() + 60
+    try:
+        while len(set(re.findall("[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]", stream.getvalue()))) < 3:
+            assert time.monotonic() < deadline, stream.getvalue()
+            time.sleep(0.05)
+        (bar,) = screen(stream.getvalue(), 80)
+        assert re.fullmatch(r". step  20/300 ━* ?[╸╺]?━* compiling 0:00:\d\d", bar), bar
+    finally:
+        progress.close()
+    assert screen(stream.getvalue(), 80) == [], "nothing of it stays"
+
+
+@pytest.mark.parametrize(
+    ("values", "line_of_blocks"),
+    [
+        ([], ""),
+        ([2.0], "▁"),
+        ([1.0, 2.0, 3.0, math.nan, 8.0], "▁▂▃█"),
+        ([float(number) for number in range(80)], "▁▁▁▂▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇▇███"),
+    ],
+    ids=["none", "one", "not all finite", "means of two"],
+)
+def test_a_loss_is_a_line_of_blocks(values: list[float], line_of_blocks: str) -> None:
+    assert sparkline(values) == line_of_blocks
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for case_width, case_colour in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            text = shown(case_width, Path(folder), colour=case_colour)
+        golden_file(case_width, colour=case_colour).write_text(text)
