@@ -16,7 +16,7 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.mixer import Mixer, MixerSpec, Rotation
-from jtrain.model.mlp import MLP, MLPSpec
+from jtrain.model.mlp import MLP, MLPSpec, in_chunks
 from jtrain.model.moe import MoE
 from jtrain.model.norm import Norm, NormSpec
 from jtrain.model.param import scalar
@@ -198,7 +198,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MLP):
             # A dense mlp gathers and scatters inside its projections, where they can overlap with the
             # matmuls.
-            return self.mlp(x_BLD, tensor, chunk=chunk), None
+            return in_chunks(self.mlp, x_BLD, tensor, chunk), None
         routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
         # Experts see all positions along `tensor`: each device multiplies with its part of F.
         h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -109,24 +108,8 @@ class MLP(nnx.Module):
         self,
         x_BLD: Float[Array, "B _ D"],
         tensor: TensorAxis = TensorAxis(),  # noqa: B008, frozen
-        *,
-        chunk: int | None = None,
     ) -> Float[Array, "B _ D"]:
-        """Output at this device's positions. Inside, the device computes its block of F at all positions.
-
-        Args:
-          chunk: positions of each sequence that are computed at a time, forward and backward; None for all.
-        """
-        if chunk is None or x_BLD.shape[1] <= chunk:
-            return self._of_positions(x_BLD, tensor)
-        definition, weights = nnx.split(self)
-
-        def of_positions(weights: Any, x_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
-            return nnx.merge(definition, weights)._of_positions(x_BLD, tensor)
-
-        return _in_chunks(of_positions, weights, x_BLD, chunk)
-
-    def _of_positions(self, x_BLD: Float[Array, "B _ D"], tensor: TensorAxis) -> Float[Array, "B _ D"]:
+        """Output at this device's positions. Inside, the device computes its block of F at all positions."""
         if not self.spec.gated:
             (up_BLF,) = tensor.project_in(x_BLD, self.up_DF[...])
             up_BLF = checkpoint_name(self._biased(up_BLF, "up"), "mlp_up")
@@ -184,13 +167,19 @@ class MLP(nnx.Module):
         return wide_BLF + aligned(local_part(bias_F, wide_BLF.shape[-1]), wide_BLF)
 
 
-def _in_chunks(
-    of_positions: Callable[[Any, Array], Array], weights: Any, x_BLD: Float[Array, "B L D"], chunk: int
+def in_chunks(
+    mlp: MLP, x_BLD: Float[Array, "B L D"], tensor: TensorAxis, chunk: int | None
 ) -> Float[Array, "B L D"]:
-    """`of_positions(weights, x)` for `chunk` positions at a time; the backward pass computes each chunk again.
+    """`mlp(x, tensor)` for `chunk` positions of each sequence at a time; the backward pass computes each chunk again.
 
     Example: of 10 positions in chunks of 4, two are looped over, and the last 2 positions are computed behind them.
+
+    Args:
+      chunk: None for all positions at once.
     """
+    if chunk is None or x_BLD.shape[1] <= chunk:
+        return mlp(x_BLD, tensor)
+    definition, weights = nnx.split(mlp)
     batch, length, width = x_BLD.shape
     num_chunks, rest = divmod(length, chunk)
     looped_BLD, last_BLD = jnp.split(x_BLD, [length - rest], axis=1)
@@ -200,7 +189,7 @@ def _in_chunks(
     # Without it the loop would keep the hidden units of all chunks for the backward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def one_chunk(x_BcD: Float[Array, "B c D"]) -> Float[Array, "B c D"]:
-        return of_positions(jax.tree.map(_with_gradient_of, weights, total), x_BcD)
+        return nnx.merge(definition, jax.tree.map(_with_gradient_of, weights, total))(x_BcD, tensor)
 
     x_ZBcD = jnp.moveaxis(looped_BLD.reshape(batch, num_chunks, chunk, width), 1, 0)
     y_ZBcD = jax.lax.map(one_chunk, x_ZBcD)

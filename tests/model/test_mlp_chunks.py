@@ -11,9 +11,10 @@ from flax import nnx
 from jtrain.errors import UserError
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
-from jtrain.model.mlp import MLPSpec
+from jtrain.model.mlp import MLPSpec, in_chunks
 from jtrain.model.param import init_params, param_infos
 from jtrain.model.sizes import ModelSizes
+from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import counts_of
@@ -43,7 +44,7 @@ def outputs(
     dy_BLD = jax.random.normal(jax.random.key(9), x_BLD.shape).astype(x_BLD.dtype)
 
     def loss(weights: Any, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y_BLD = nnx.merge(definition, weights)(x_BLD, chunk=chunk)
+        y_BLD = in_chunks(nnx.merge(definition, weights), x_BLD, TensorAxis(), chunk)
         return jnp.sum((y_BLD * dy_BLD).astype(jnp.float32)), y_BLD
 
     (_, y_BLD), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(weights, x_BLD)
