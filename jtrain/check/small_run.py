@@ -103,6 +103,8 @@ class SmallRuns:
             eval=EvalSpec(every_steps=None),
             profile=ProfileSpec(),
             callbacks=(),
+            # Weights of a small model must not come where those of the run are read.
+            weight_stream=None,
         )
         validate(run)
         return run

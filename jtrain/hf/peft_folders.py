@@ -101,7 +101,8 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise FileError(f"{folder} has no {' and no '.join(missing)}. Give a folder that peft saved.")
     config = json.loads((folder / CONFIG).read_text())
-    ours = dict(r=adapter.rank, peft_type="LORA", lora_dropout=adapter.dropout) | _PLAIN
+    # Without dropout, which is no property of A and B: who goes on with them chooses it anew.
+    ours = dict(r=adapter.rank, peft_type="LORA") | _PLAIN
     # Two ways to say one scale are one adapter.
     scale = _scale_of(config, float(config.get("lora_alpha", 0)), config.get("r", 1))
     if not math.isclose(scale, adapter.scale, rel_tol=1e-6):

@@ -124,20 +124,13 @@ def check_blocks(info: ParamInfo, partition: PartitionSpec, mesh: MeshSpec, on_h
         )
 
 
-def check_mlp_chunk(spec: LayoutSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec) -> None:
-    """Refuses chunks of positions where no dense feed-forward layer, or one scale for all positions, is."""
-    for conflict, applies in (
-        (
-            f"precision.matmul_dtype={precision.matmul_dtype}: 8-bit matmuls have one scale for all positions",
-            precision.matmul_dtype != "compute",
-        ),
-        (
-            "a model without a dense feed-forward layer: experts have buffers of their own",
-            not any(info.path.endswith(".mlp.down_FD") for info in infos),
-        ),
-    ):
-        if applies:
-            raise UserError(f"layout.mlp_chunk={spec.mlp_chunk} with {conflict}. Set layout.mlp_chunk=None.")
+def check_mlp_chunk(spec: LayoutSpec, precision: PrecisionSpec) -> None:
+    """Refuses chunks of positions where one scale is of all positions."""
+    if precision.matmul_dtype != "compute":
+        raise UserError(
+            f"layout.mlp_chunk={spec.mlp_chunk} with precision.matmul_dtype={precision.matmul_dtype}: 8-bit matmuls "
+            "have one scale for all positions. Set layout.mlp_chunk=None."
+        )
 
 
 def check_groups(

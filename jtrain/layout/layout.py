@@ -285,7 +285,7 @@ def make_layout(
     if spec.sequence_groups > 1:
         check_groups(spec, mesh, infos, precision)
     if spec.mlp_chunk is not None:
-        check_mlp_chunk(spec, infos, precision)
+        check_mlp_chunk(spec, precision)
     if adapter_scale is not None:
         added = [info for info in infos if info.is_adapter]
         check_adapter(spec, precision, added, shared_by, adapter_dropout)

@@ -241,6 +241,11 @@ def check_blocks(blocks: Sequence[BlockSpec], layout: LayoutSpec, mesh: MeshSpec
     Raises:
       UserError: names the option, the block's field and the way out.
     """
+    if layout.mlp_chunk is not None and not any(isinstance(b.feed_forward, MLPSpec) for b in blocks):
+        raise UserError(
+            f"layout.mlp_chunk={layout.mlp_chunk} with a model without a dense feed-forward layer: experts have "
+            "buffers of their own. Set layout.mlp_chunk=None."
+        )
     is_ring = mesh.context > 1 and layout.context_attention == "ring"
     for block in dict.fromkeys(blocks):
         if layout.sequence_groups > 1:

@@ -183,7 +183,7 @@ def in_chunks(
     batch, length, width = x_BLD.shape
     num_chunks, rest = divmod(length, chunk)
     looped_BLD, last_BLD = jnp.split(x_BLD, [length - rest], axis=1)
-    # What the loop sums up are gradients of these, so that each weight's is rounded once, as without chunks.
+    # What the loop sums up are gradients of these, in float32: each chunk's is rounded, as a microbatch's, not the sum.
     total = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
 
     # Without it the loop would keep the hidden units of all chunks for the backward pass.

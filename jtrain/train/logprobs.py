@@ -29,7 +29,7 @@ from jtrain.data.constructor.context_order import context_order
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
-from jtrain.layout.layout import Layout
+from jtrain.layout.layout import Layout, check_batch
 from jtrain.layout.mesh import make_mesh
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
@@ -58,6 +58,9 @@ class PlacedModel:
     mesh: Mesh
     rows: int
     seq_len: int
+
+    def __post_init__(self) -> None:
+        check_batch(self.layout.spec, self.layout.mesh, global_batch=self.rows, seq_len=self.seq_len)
 
 
 def logprobs(
@@ -90,10 +93,16 @@ def logprobs(
 
     Raises:
       FileError: the folder has no checkpoint.
-      UserError: a sequence is longer than a row, or has an id that the model has not.
+      UserError: a sequence is no list of ids, is longer than a row, or has an id that the model has not; rows and
+        `segments` do not fit each other; `step` or `sets` with a model that is placed already.
     """
     if not isinstance(model, PlacedModel):
         model = read_placed(model, step, sets)
+    elif step is not None or sets:
+        raise UserError(
+            f"step={step} and sets={list(sets)} are of a folder that is read, and the model is placed already. Leave "
+            "them out, or give the folder of the run."
+        )
     sequences = _sequences(tokens, segments)
     _check(sequences, vocab_size=model.model.vocab_size, seq_len=model.seq_len)
     context = model.layout.mesh.context
@@ -216,19 +225,41 @@ def _eval_step(
 
 
 def _sequences(tokens: Any, segments: np.ndarray | None) -> list[Int[np.ndarray, " n"]]:
+    rows = [_ids(index, ids) for index, ids in enumerate(tokens)]
     if segments is None:
-        return [np.asarray(ids, np.int64).reshape(-1) for ids in tokens]
-    token_BL, segment_BL = np.asarray(tokens, np.int64), np.asarray(segments)
-    if token_BL.shape != segment_BL.shape or token_BL.ndim != 2:
+        return rows
+    sequences: list[Int[np.ndarray, " n"]] = []
+    if [len(row) for row in rows] != [len(numbers) for numbers in segments]:
         raise UserError(
-            f"segments has shape {list(segment_BL.shape)}, and tokens {list(token_BL.shape)}: both have a number for "
-            "each token of each row."
+            f"segments has rows of {[len(numbers) for numbers in segments]} numbers, and tokens of "
+            f"{[len(row) for row in rows]}. Give a number for each token of each row, 0 for padding."
         )
-    return [
-        row[numbers == number]
-        for row, numbers in zip(token_BL, segment_BL, strict=True)
-        for number in np.unique(numbers[numbers > 0])
-    ]
+    for index, (row, numbers) in enumerate(zip(rows, np.asarray(segments), strict=True)):
+        # Where another sequence, or padding, begins.
+        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1)]
+        pieces = [
+            (int(numbers[start]), ids) for start, ids in zip(starts, np.split(row, starts[1:]), strict=True)
+        ]
+        pieces = [(number, ids) for number, ids in pieces if number > 0]
+        order = [number for number, _ in pieces]
+        if order != sorted(set(order)):
+            raise UserError(
+                f"row {index} of segments has the sequences {order}: each is in one piece, and numbers ascend along a "
+                "row. Number the sequences of each row from 1 on."
+            )
+        sequences += [ids for _, ids in pieces]
+    return sequences
+
+
+def _ids(index: int, ids: Any) -> Int[np.ndarray, " n"]:
+    array = np.asarray(ids)
+    # An empty list has no dtype of its own.
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise UserError(
+            f"tokens[{index}] is {ids!r:.60}, and a sequence is a list of ids, as whole numbers. Give a list of "
+            "sequences: [[1, 2, 3]] for a single one."
+        )
+    return array.astype(np.int64)
 
 
 def _check(sequences: Sequence[np.ndarray], *, vocab_size: int, seq_len: int) -> None:

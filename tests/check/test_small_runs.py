@@ -68,6 +68,15 @@ def test_a_small_run_has_the_layers_and_axes_of_the_large_one(name: str) -> None
     assert type(whole.optimizer) is type(run.optimizer)
 
 
+def test_no_weights_of_a_small_model_come_where_those_of_the_run_are_read() -> None:
+    """Nor does a callback of the run see steps that are not its own."""
+    small = small_runs(build_run(load_config("tiny", ["stream"])))
+    plain = small.plain(64)
+    assert small.run.weight_stream is not None
+    assert plain.weight_stream is small.interrupted((), plain, 64).weight_stream is None
+    assert plain.callbacks == ()
+
+
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> TextDataset:
     folder = tmp_path_factory.mktemp("chats")

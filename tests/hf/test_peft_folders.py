@@ -117,14 +117,14 @@ def test_other_kinds_and_other_folders_are_refused(llama: Any, tmp_path: Path) -
         write_adapter(tmp_path / "out", {}, llama.model, LoRA(train=("embed",)), dtype="float32")
 
 
-def test_the_dropout_is_carried_both_ways(llama: Any, tmp_path: Path) -> None:
+def test_the_dropout_is_written_and_none_is_asked_for(llama: Any, tmp_path: Path) -> None:
+    """Preferences, which have none, go on with an adapter that was trained with some."""
     dropping = dataclasses.replace(ADAPTERS["llama"], dropout=0.1)
     own = read_adapter(GOLDEN / "llama", llama.model, ADAPTERS["llama"])
     write_adapter(tmp_path / "out", own, llama.model, dropping, dtype="float32")
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
-    read_adapter(tmp_path / "out", llama.model, dropping)
-    with pytest.raises(UserError, match=r"lora_dropout=0\.1 there, 0\.0 here\. Set the fields of adapter"):
-        read_adapter(tmp_path / "out", llama.model, ADAPTERS["llama"])
+    again = read_adapter(tmp_path / "out", llama.model, ADAPTERS["llama"])
+    jax.tree.map(np.testing.assert_array_equal, again, own)
 
 
 def test_experts_of_one_tensor_are_written_with_an_a_for_gate_and_one_for_up(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`jtrain.logprobs`: those of plain logits on any layout, with the same bits in any company, in one compiled shape."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,18 @@ def test_what_cannot_be_computed_is_refused() -> None:
         jtrain.logprobs(model, [[1], [0] * 257])
     with pytest.raises(UserError, match=rf"sequence 0 has the id {VOCAB}, and the model has ids from 0 to"):
         jtrain.logprobs(model, [[1, VOCAB]])
-    with pytest.raises(UserError, match=r"segments has shape \[1, 2\], and tokens \[1, 3\]"):
+    with pytest.raises(UserError, match=r"segments has rows of \[2\] numbers, and tokens of \[3\]"):
         jtrain.logprobs(model, np.zeros((1, 3), np.int32), np.ones((1, 2), np.int32))
+    with pytest.raises(UserError, match=r"row 0 of segments has the sequences \[1, 2, 1\]"):
+        jtrain.logprobs(model, np.zeros((1, 4), np.int32), np.array([[1, 2, 0, 1]]))
+    for wrong in ([100, 101, 102], [[1.5, 2.0]], [[[1, 2], [3, 4]]]):
+        with pytest.raises(UserError, match=r"tokens\[0\] is .*Give a list of sequences"):
+            jtrain.logprobs(model, wrong)
+    with pytest.raises(UserError, match=r"step=3 and sets=\[\] are of a folder that is read"):
+        jtrain.logprobs(model, [[1, 2]], step=3)
+    rows = placed("all").rows
+    with pytest.raises(UserError, match=rf"data\.global_batch={rows + 1} does not split evenly"):
+        dataclasses.replace(placed("all"), rows=rows + 1)
     with pytest.raises(AttributeError, match="no attribute 'logprob'"):
         jtrain.logprob  # noqa: B018
 

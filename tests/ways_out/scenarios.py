@@ -56,9 +56,10 @@ _LAYOUTS: dict[str, Words] = {
     "does not hide its collectives over `tensor`": sets(
         *("layout.mlp_chunk=4", "layout.remat=full", "mesh.tensor=2", "layout.tensor_overlap=True")
     ),
-    "layout.mlp_chunk=\0 with \0. Set layout.mlp_chunk": sets(
+    "have one scale for all positions. Set layout.mlp_chunk": sets(
         *("layout.mlp_chunk=4", "layout.remat=full", "precision.matmul_dtype=fp8_delayed")
     ),
+    "experts have buffers of their own": sets("layout.mlp_chunk=4", "layout.remat=full", of=MOE),
     "layout.mlp_chunk=\0 with pipeline.schedule=": sets(
         *("mesh.stage=2", "pipeline.schedule=zb-h1", "layout.mlp_chunk=4", "layout.remat=full")
     ),
