@@ -124,6 +124,7 @@ def sheet_of(
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search_task import fits
     from jtrain.plan.single_changes import faster_changes
+    from jtrain.step.layout_choices import changed_settings
 
     assert point.timed is not None
     # Tokens of the whole run, unless they are given.
@@ -146,7 +147,12 @@ def sheet_of(
         compiled=compiled,
         measured=None if args.calibrate is None else read_measurements(args.calibrate, planned, task.machine),
         # What does not fit is refused with settings that do.
-        faster=tuple(faster_changes(task, point)) if is_given and fits(task, point.plan) else None,
+        faster=tuple(
+            (faster, changed_settings(point.settings, faster.settings, run.layout.microbatch_tokens))
+            for faster in faster_changes(task, point)
+        )
+        if is_given and fits(task, point.plan)
+        else None,
     )
 
 

@@ -25,8 +25,6 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.adapters.lora import LoRA
-from jtrain.model.block import check_blocks
-from jtrain.model.embedding import check_embedding_norm
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names, saveable
@@ -218,9 +216,7 @@ def validate(run: Run) -> None:
     # Checks that heads, widths and vocabulary split over the mesh,
     # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
-    check_blocks(run.model.blocks, run.layout, run.mesh)
-    if run.model.embedding_norm:
-        check_embedding_norm(run.mesh.stage)
+    run.model.check_layout(run.layout, run.mesh)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))

@@ -16,10 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
+from jtrain.layout.layout_spec import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
-from jtrain.model.block import Block, Blocks, BlockSpec, check_router_losses
-from jtrain.model.embedding import embedding_rows, normalized
+from jtrain.model.block import Block, Blocks, BlockSpec, check_blocks, check_router_losses
+from jtrain.model.embedding import check_embedding_norm, embedding_rows, normalized
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mixer import Rotation
@@ -136,6 +138,16 @@ class Transformer(nnx.Module):
                 f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
             )
         check_router_losses((*self.first, *self.period))
+
+    def check_layout(self, layout: LayoutSpec, mesh: MeshSpec) -> None:
+        """Refuses a layout that does not compute one of the layers.
+
+        Raises:
+          UserError: names the option, the field of the model and the way out.
+        """
+        check_blocks(self.blocks, layout, mesh)
+        if self.embedding_norm:
+            check_embedding_norm(mesh.stage)
 
     @property
     def sizes(self) -> ModelSizes:

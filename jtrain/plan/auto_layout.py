@@ -33,7 +33,7 @@ from jtrain.plan.nothing_fits import no_point
 from jtrain.plan.search import fastest_miss, resolve_as_needed, search
 from jtrain.plan.search_task import evaluate, fits
 from jtrain.runtime.multihost import from_process_zero, same_everywhere
-from jtrain.step.layout_choices import layout_settings
+from jtrain.step.layout_choices import auto_settings, layout_settings
 from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
 
 _CPU = dataclasses.replace(
@@ -112,7 +112,7 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
     machine = _machine(devices, run.mesh.size)
     task = search_task(run, machine)
     # `auto` decides all layout settings, else only the shares are open.
-    open_paths = list(layout_settings(spec)) if spec.auto else shares
+    open_paths = list(auto_settings(spec)) if spec.auto else shares
     subject = f"layout.auto on {machine}" if spec.auto else f"{', '.join(shares)} on {machine}"
     if (
         workdir is not None
@@ -133,7 +133,7 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
         raise no_point(task, run.mesh, fixed=True, is_local=not _compile_only(devices))
     # The fastest, because a search returns points in that order.
     best = points[0]
-    set_values(run_config, layout_settings(best.spec))
+    set_values(run_config, auto_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
     notes = [
         f"{subject}: {_settings_text(best.settings)}: the fastest layout that fits, {best.step_s:.3g} s per "

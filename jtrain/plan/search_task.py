@@ -96,10 +96,8 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
-        # Axes that most layouts do not use are printed only where they split something.
-        inner_axes = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
-        axes = ("replica", "data", "expert", "tensor", *inner_axes)
-        settings: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
+        # Axes of one device too: a config may have more along them.
+        settings: dict[str, object] = {f"mesh.{axis}": size for axis, size in self.mesh.shape.items()}
         # Only a pipelined layout has a schedule to report.
         if (pipeline := self.job.layout.pipeline) is not None:
             settings |= {

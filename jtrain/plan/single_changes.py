@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import AXES, MeshSpec
-from jtrain.model.block import check_blocks
 from jtrain.optim import check_layout
 from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.spec import PipelineSpec
@@ -39,7 +38,9 @@ def faster_changes(task: SearchTask, point: Point) -> list[Point]:
 
 
 def refine(task: SearchTask, point: Point) -> Point:
-    """The layout that single changes lead to from `point`: none of its own is faster by more than `FASTER`."""
+    """The layout that single changes lead to from `point`, at most `_MAX_STEPS` of them: none of its own is faster by
+    more than `FASTER`.
+    """
     for _ in range(_MAX_STEPS):
         if not (faster := faster_changes(task, point)):
             break
@@ -54,7 +55,7 @@ def _estimated(
     try:
         layout = point.job.layout.relaid(spec, mesh, pipeline)
         job = dataclasses.replace(point.job, layout=layout)
-        check_blocks(job.model.blocks, spec, mesh)
+        job.model.check_layout(spec, mesh)
         check_layout(job.optimizer, layout)
         return estimate_job(task, job, timed=False)
     except ValueError:

@@ -29,19 +29,37 @@ REMATS: tuple[tuple[str, ...] | None, ...] = (
 opposite."""
 
 
-_CHOSEN = (
-    *("zero_stage", "remat", "remat_save", "microbatches", "microbatch_tokens"),
-    *("tensor_overlap", "sequence_groups", "mlp_chunk", "context_attention"),
-)
-"""Fields of the layout that a search decides, beside those of its offload."""
-
-
-def layout_settings(spec: LayoutSpec) -> dict[str, object]:
+def auto_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
-    settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in _CHOSEN}
+    names = ("zero_stage", "remat", "remat_save", "microbatches", "microbatch_tokens")
+    settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
     return settings | {
         f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")
     }
+
+
+def layout_settings(spec: LayoutSpec) -> dict[str, object]:
+    """Config path -> value of every setting that a search on a machine decides; `layout.auto` keeps some of them."""
+    names = ("tensor_overlap", "sequence_groups", "mlp_chunk", "context_attention")
+    return auto_settings(spec) | {f"layout.{name}": getattr(spec, name) for name in names}
+
+
+def changed_settings(
+    before: Mapping[str, object], after: Mapping[str, object], limit: int | None
+) -> dict[str, object]:
+    """Config path -> value of what a layout has otherwise than the one before.
+
+    Args:
+      before, after: axes of the mesh, `layout_settings`, and settings of a pipeline.
+      limit: `layout.microbatch_tokens` of the config.
+    """
+    settings = {path: value for path, value in after.items() if before.get(path) != value}
+    splits_anew = "layout.microbatches" in settings or any(path.startswith("mesh.") for path in settings)
+    if limit is not None and splits_anew:
+        # The config's limit would choose the number of microbatches again.
+        number = after["layout.microbatches"]
+        settings |= {"layout.microbatches": number, "layout.microbatch_tokens": None}
+    return settings
 
 
 def layout_line(spec: LayoutSpec) -> str:
@@ -121,32 +139,36 @@ def changes_of_one(spec: LayoutSpec, mesh: MeshSpec, *, rows: int, asked: Layout
       rows: sequences of a device in a step.
       asked: of the config; it says how host memory is used.
     """
-    found = {spec}
+    seen_specs = {spec}
     for changed in _changes(spec, mesh, rows, asked):
-        if changed not in found:
-            found.add(changed)
+        if changed not in seen_specs:
+            seen_specs.add(changed)
             yield changed
 
 
 def _changes(spec: LayoutSpec, mesh: MeshSpec, rows: int, asked: LayoutSpec) -> Iterator[LayoutSpec]:
     # Chunks of positions exclude what keeps the hidden units of all, and overlaps over `tensor`.
-    whole = dataclasses.replace(spec, mlp_chunk=None)
-    yield whole
-    kept = SAVEABLE if spec.remat == "none" else spec.remat_save
+    without_chunks = dataclasses.replace(spec, mlp_chunk=None)
+    yield without_chunks
+    saved_names = SAVEABLE if spec.remat == "none" else spec.remat_save
     # One name more, or one less.
-    one_other = [tuple(n for n in SAVEABLE if (n in kept) != (n == name)) for name in SAVEABLE]
-    for names in (*REMATS, *one_other):
-        keeps_hidden = names is None or any(name.startswith("mlp") for name in names)
-        yield with_remat(whole if keeps_hidden else spec, names)
-    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
-    yield from (dataclasses.replace(spec, microbatches=count) for count in divisors)
+    neighbours = [
+        tuple(name for name in SAVEABLE if (name in saved_names) != (name == other)) for other in SAVEABLE
+    ]
+    for names in (*REMATS, *neighbours):
+        saves_hidden = names is None or any(name.startswith("mlp") for name in names)
+        yield with_remat(without_chunks if saves_hidden else spec, names)
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    yield from (dataclasses.replace(spec, microbatches=count) for count in counts)
     if mesh.zero_shards > 1:
         yield from (dataclasses.replace(spec, zero_stage=stage) for stage in EVERY)
     if mesh.tensor > 1:
-        yield dataclasses.replace(whole, tensor_overlap=not spec.tensor_overlap, sequence_groups=1)
+        yield dataclasses.replace(without_chunks, tensor_overlap=not spec.tensor_overlap, sequence_groups=1)
         rows_at_once = rows // spec.microbatches
         groups = [n for n in range(1, _MAX_GROUPS + 1) if rows_at_once and rows_at_once % n == 0]
-        yield from (dataclasses.replace(whole, tensor_overlap=False, sequence_groups=n) for n in groups)
+        yield from (
+            dataclasses.replace(without_chunks, tensor_overlap=False, sequence_groups=n) for n in groups
+        )
     if mesh.context > 1:
         yield dataclasses.replace(spec, context_attention="ring")
         yield dataclasses.replace(spec, context_attention="ulysses")

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import pytest
 
 from jtrain.cli.plan import main
 from jtrain.config.load import for_devices, load_config
-from jtrain.config.run import build_run
+from jtrain.config.run import Run, build_run
 from jtrain.layout.mesh import AXES
-from jtrain.model.block import check_blocks
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.spec import PipelineSpec
@@ -22,10 +22,11 @@ from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.from_run import search_task
 from jtrain.plan.mesh_options import divisors
-from jtrain.plan.search import meshes, search
-from jtrain.plan.search_task import Point, SearchTask, estimate_job, fits
-from jtrain.plan.single_changes import refine
+from jtrain.plan.search import meshes, resolve_as_needed, search
+from jtrain.plan.search_task import Point, SearchTask, estimate_job, evaluate, fits
+from jtrain.plan.single_changes import faster_changes, refine
 from jtrain.plan.staged_search import search_with_stages
+from jtrain.step.layout_choices import changed_settings
 
 
 def test_the_first_lines_of_a_plan_say_how_far_it_is_from_the_best(
@@ -50,6 +51,43 @@ def test_the_first_lines_of_a_plan_say_how_far_it_is_from_the_best(
     assert round(100 * (first["step"]["step_s"] / changed["step"]["step_s"] - 1)) == int(match[1])
     # What is left is below what the next change could give.
     assert all(one["step_s"] >= changed["step"]["step_s"] for one in first["faster"])
+
+
+def planned(config: str, device: str, count: int, sets: Sequence[str]) -> tuple[SearchTask, Point, Run]:
+    """The layout of a config, as `plan` evaluates it."""
+    run_config = load_config(config, (), sets)
+    for_devices(run_config, count)
+    machine = make_machine(device, count)
+    choose_loss_chunk(run_config, machine.device)
+    run = build_run(run_config)
+    task = search_task(run, machine)
+    return task, evaluate(task, resolve_as_needed(task, run.mesh), run.mesh), run
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        # A factor of the devices that leaves `context`, a limit that would cut the batch anew.
+        ("mesh.data=2", "mesh.context=4"),
+        ("layout.microbatch_tokens=4096",),
+    ],
+    ids=["axes", "limit"],
+)
+def test_what_would_be_faster_is_so_when_it_is_set(sets: tuple[str, ...]) -> None:
+    """The first and the last of the settings that a plan lists, typed behind those of the config, give their seconds and
+    bytes.
+    """
+    task, point, run = planned("llama1b", "h100", 8, sets)
+    faster = faster_changes(task, point)
+    assert faster
+    for other in (faster[0], faster[-1]):
+        settings = changed_settings(point.settings, other.settings, run.layout.microbatch_tokens)
+        # Typed behind the others, the last value of a path counts.
+        values = dict(text.split("=", 1) for text in sets) | {path: str(v) for path, v in settings.items()}
+        typed = [f"{path}={value}" for path, value in values.items()]
+        _, found, _ = planned("llama1b", "h100", 8, typed)
+        assert found.settings == other.settings | {"layout.microbatch_tokens": None}
+        assert (found.step_s, found.plan.total_bytes) == (other.step_s, other.plan.total_bytes)
 
 
 MACHINES = [
@@ -81,11 +119,7 @@ CHANGES = 200
 @pytest.mark.parametrize(("config", "device", "count"), MACHINES, ids=str)
 def test_no_random_change_of_a_searchs_answer_is_faster(config: str, device: str, count: int) -> None:
     """200 draws of one setting: none that fits is faster by more than 1 %."""
-    run_config = load_config(config)
-    for_devices(run_config, count)
-    machine = make_machine(device, count)
-    choose_loss_chunk(run_config, machine.device)
-    task = search_task(build_run(run_config), machine)
+    task, _, _ = planned(config, device, count, ())
     points = search(task, meshes(task))
     points += search_with_stages(task, points)
     answer = refine(task, min(points, key=lambda point: (point.step_s, point.plan.total_bytes)))
@@ -131,7 +165,7 @@ def drawn(task: SearchTask, point: Point, rng: random.Random) -> Point | None:
                 chunks = rng.choice((2, 3, 4)) if name == "interleaved" else 1
                 pipeline = PipelineSpec(name, chunks, rng.choice(("tick", "step")))
         layout = point.job.layout.relaid(spec, mesh, pipeline)
-        check_blocks(point.job.model.blocks, spec, mesh)
+        point.job.model.check_layout(spec, mesh)
         changed = estimate_job(task, dataclasses.replace(point.job, layout=layout), timed=True)
     except ValueError:
         return None

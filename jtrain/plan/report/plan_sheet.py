@@ -60,7 +60,8 @@ class Sheet:
     """Everything known about one config on one machine.
 
     uptime: what `goodput` was computed from; None if it was given.
-    faster: layouts with one setting changed that are faster, the fastest first; None where they were not asked for.
+    faster: layouts with one setting changed that are faster, the fastest first, and what each has otherwise; None where
+      they were not asked for.
     """
 
     config: str
@@ -73,7 +74,7 @@ class Sheet:
     uptime: Uptime | None = None
     compiled: CompiledStep | None = None
     measured: RunMeasurements | None = None
-    faster: tuple[Point, ...] | None = None
+    faster: tuple[tuple[Point, dict[str, object]], ...] | None = None
 
     @property
     def machine(self) -> Machine:
@@ -162,22 +163,16 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
     if sheet.faster is not None:
         document["faster"] = [
             {
-                "settings": changed_settings(sheet, point),
+                "settings": settings,
                 "step_s": point.step_s,
                 "peak_bytes": point.plan.total_bytes,
             }
-            for point in sheet.faster
+            for point, settings in sheet.faster
         ]
     # The key exists only where a run was measured.
     if measured is not None:
         document["measured"] = dataclasses.asdict(measured)
     return document
-
-
-def changed_settings(sheet: Sheet, point: Point) -> dict[str, object]:
-    """Config path -> value of what a layout has otherwise than that of the sheet."""
-    given = Point(sheet.job, sheet.plan, None).settings
-    return {path: value for path, value in point.settings.items() if given.get(path) != value}
 
 
 def faster_line(sheet: Sheet) -> str | None:
@@ -186,13 +181,13 @@ def faster_line(sheet: Sheet) -> str | None:
         return None
     if not sheet.faster:
         return f"no single change of its layout is predicted to be {FASTER:.0%} faster"
-    point = sheet.faster[0]
+    point, settings = sheet.faster[0]
     share, memory_share = (
         sheet.timed.step_s / point.step_s - 1,
         point.plan.total_bytes / sheet.machine.hbm_bytes,
     )
     return (
-        f"{share:.0%} slower than with {set_options(changed_settings(sheet, point).items())}: "
+        f"{share:.0%} slower than with {set_options(settings.items())}: "
         f"{sheet.job.tokens / point.step_s:,.0f} tokens/s, {memory_share:.0%} of the memory"
     )
 
