@@ -74,7 +74,7 @@ def planned(config: str, device: str, count: int, sets: Sequence[str]) -> tuple[
     ids=["axes", "limit"],
 )
 def test_what_would_be_faster_is_so_when_it_is_set(sets: tuple[str, ...]) -> None:
-    """The first and the last of the settings that a plan lists, typed behind the config's, give their seconds and bytes."""
+    """The first and the last of what a plan lists, typed behind the config, give their seconds and bytes."""
     task, point, run = planned("llama1b", "h100", 8, sets)
     faster = faster_changes(task, point)
     assert faster
