@@ -377,7 +377,7 @@ def test_the_verb_prints_the_prompt_and_what_follows(
         (["--top-k", "4", "--top-p", "0.5"], "--top-p not allowed with argument --top-k"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
         (["--step", "7"], "No complete checkpoint of step 7"),
-        (["--workdir", "/nowhere/at/all"], "No checkpoint in /nowhere/at/all/checkpoints"),
+        (["--workdir", "/nowhere/at/all"], "--workdir /nowhere/at/all: there is no such folder. Train one"),
     ],
     ids=str,
 )

@@ -34,10 +34,19 @@ def assert_same_step(layout: str, objective: DPO) -> None:
     np.testing.assert_allclose(values["reward_margin"], expected["reward_margin"], atol=1e-6)
     assert values["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
     total = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in want.values()))
+    rounded = first_step("alone", objective).rounded
+
+    def furthest(other: dict[str, np.ndarray]) -> float:
+        return max(
+            float(np.linalg.norm((other[path] - value).ravel().astype(np.float64)))
+            for path, value in want.items()
+        )
+
     assert gradient.keys() == want.keys()
-    for path, value in want.items():
-        difference = np.linalg.norm((gradient[path] - value).ravel().astype(np.float64))
-        assert difference < 1e-6 * total, (path, difference / total)
+    # Sums in another order may change as much as one rounding of the parameters, about 1e-6: more than the bar on some
+    # processors. Each of the two runs may be off by it.
+    assert furthest(gradient) < max(1e-6 * total, 2 * furthest(rounded)), furthest(gradient) / total
+    assert furthest(rounded) < 2e-6 * total
 
 
 @pytest.mark.parametrize(
