@@ -313,7 +313,7 @@ def _end_line(loop: Loop, *, seconds: float, home: Path) -> str:
 def _next_commands(run: Run, home: Path) -> list[str]:
     """Commands that show what a finished run made: its profile first if it traced a window, else text."""
     workdir = shlex.quote(str(home))
-    shown = [f"jtrain generate --workdir {workdir}", f"jtrain checkpoint list --workdir {workdir}"]
+    commands = [f"jtrain generate --workdir {workdir}", f"jtrain checkpoint list --workdir {workdir}"]
     if run.profile.steps is not None and (home / FOLDER).is_dir():
-        shown.insert(0, f"jtrain profile --workdir {workdir}")
-    return [*shown[:2], f"jtrain hf export --workdir {workdir} --out {workdir}-export"]
+        commands.insert(0, f"jtrain profile --workdir {workdir}")
+    return [*commands[:2], f"jtrain hf export --workdir {workdir} --out {workdir}-export"]
