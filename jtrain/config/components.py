@@ -42,9 +42,9 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
             return named[0]
     # An abstract component's classes are in modules that nothing may have imported yet.
     for kind in kinds:
-        if inspect.isabstract(kind) and name.isidentifier():
-            if named := [subclass for subclass in load_subclasses(kind) if subclass.__name__ == name]:
-                return named[0]
+        subclasses = load_subclasses(kind) if inspect.isabstract(kind) and name.isidentifier() else []
+        if named := [subclass for subclass in subclasses if subclass.__name__ == name]:
+            return named[0]
     if not is_user_name(name) or not kinds:
         return None
     component_class = load_class(path, name)

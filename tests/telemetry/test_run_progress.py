@@ -62,8 +62,6 @@ def shown(width: int, workdir: Path, *, colour: bool, mfu: float | None = None) 
 
 
 class EncodedTerminal(io.TextIOWrapper):
-    buffer: io.BytesIO
-
     def isatty(self) -> bool:
         return True
 
@@ -136,10 +134,11 @@ def test_batches_without_targets_have_no_share(terminal_of_80: None) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_unicode_shows_a_run(encoding: str, tmp_path: Path, terminal_of_80: None) -> None:
     """Every character can be encoded; the line of blocks is left out."""
-    stream = EncodedTerminal(io.BytesIO(), encoding=encoding)
+    terminal_bytes = io.BytesIO()
+    stream = EncodedTerminal(terminal_bytes, encoding=encoding)
     run_on_terminal(stream, tmp_path, mfu=None)
     stream.flush()
-    text = stream.buffer.getvalue().decode(encoding)
+    text = terminal_bytes.getvalue().decode(encoding)
     assert "1000/1000    1.3539" in text
     assert re.search(r"[-|/\\] step", text)
 
