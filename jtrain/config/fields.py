@@ -312,10 +312,7 @@ def find(word: str) -> FieldMatch:
             # `steps` is a field of the profile, and what others call `num_steps`.
             fields = [*find(alias).fields, *fields]
     if not fields and alias is not None:
-        raise UserError(
-            f"{word}: no field of a config, but the option {alias} of `jtrain launch`. `jtrain launch --help` tells "
-            "what it does."
-        )
+        raise UserError(f"{word}: no field of a config. It is what jtrain launch has as its option {alias}.")
     if not fields:
         names = {field.path for field in all_fields()} | {field.name for field in all_fields()}
         raise UserError(

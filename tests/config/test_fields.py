@@ -181,8 +181,8 @@ def test_a_class_that_a_field_does_not_take_is_refused(capsys: pytest.CaptureFix
 def test_a_name_of_an_option_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
     """And the option that it names is one of the command that the message names."""
     assert main(["output_dir"]) == 2
-    message = "output_dir: no field of a config, but the option --workdir of `jtrain launch`. "
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    message = "output_dir: no field of a config. It is what jtrain launch has as its option --workdir."
+    assert capsys.readouterr().err == f"error: {message}\n"
     options = {
         option
         for action in launch.VERB.alone.parser("")._actions  # pyright: ignore[reportOptionalMemberAccess]
