@@ -186,8 +186,10 @@ def verify(args: Args) -> int:
 
     root = Path(args.folder)
     # A URL cannot be listed for folders: it is taken as one source's index.
+    prepared = args.folder
     if "://" in args.folder or (root / INDEX).exists():
         folders = [args.folder]
+        prepared = args.folder.rstrip("/").rpartition("/")[0] or "."
     else:
         entries = root.iterdir() if root.is_dir() else ()
         folders = sorted(str(path) for path in entries if path.is_dir() and not path.name.startswith("."))
@@ -212,6 +214,8 @@ def verify(args: Args) -> int:
     # Both lists are in the order of `folders`.
     damaged = [folder for folder, row in zip(folders, rows, strict=True) if row["damage"]]
     if not damaged:
+        # Folders that several commands filled have no single config.
+        args.training = _training(prepared, *set(commands.values()))
         return 0
     # The index itself says how it was made; without it, the folder's name gives the command.
     rebuild_command = commands.get(damaged[0]) or command(damaged[0])
@@ -260,6 +264,28 @@ def _verified(args: Args) -> str:
     return shlex.join(["jtrain", "data", "verify", "--from", str(args.out)])
 
 
+def _training(prepared: str, *commands: str) -> str:
+    """Command that trains with the indexes that one `prepare` wrote; "" for all others.
+
+    Adopted files have no config: a model whose vocabulary is that of their tokenizer is the user's choice.
+
+    Args:
+      prepared: folder of the indexes.
+      commands: those that made them.
+    """
+    start = "python -m jtrain.data prepare "
+    if len(commands) != 1 or not commands[0].startswith(start):
+        return ""
+    try:
+        args = VERB.commands["prepare"].parser("").parse(shlex.split(commands[0].removeprefix(start)))
+    except ValueError:  # of a version with other options, or changed by hand
+        return ""
+    # The general form, of indexes without the file that has the command.
+    if args.config == "NAME":
+        return ""
+    return shlex.join(["jtrain", "launch", *config_words(args), "--set", f"data.prepared={prepared}"])
+
+
 def _sampled(args: Args) -> str:
     """`--config=mixture` reads the samples where the docs put them; another folder is a source by itself."""
     from jtrain.data.sources.sample import FILES
@@ -300,7 +326,7 @@ VERB = Verb(
             "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
             "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
             subject="from",
-            then=lambda args: f"jtrain launch --config=tiny --set data.prepared={shlex.quote(args.folder)}",
+            then=lambda args: args.training,
         ),
         "inspect": Command(
             "print the documents of one step: their sources, places in the batch and text; or the order of "

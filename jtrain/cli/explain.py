@@ -12,7 +12,7 @@ from jtrain.errors import first_few
 from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
-    from jtrain.config.fields import Field, Found
+    from jtrain.config.fields import Field, FieldMatch
 
 WIDTH = 100
 MOST = 6
@@ -35,19 +35,19 @@ def explain(args: Args) -> int:
     start_jax(os.environ, device="cpu")
     from jtrain.config.fields import find  # lazy: imports every component
 
-    found = find(args.field)
+    match = find(args.field)
     by_class: dict[str, Field] = {}
-    for field in found.fields:
+    for field in match.fields:
         by_class.setdefault(f"{field.place}", field)
-    if found.component is not None:
-        print("\n".join(_component_lines(found)))
+    if match.component is not None:
+        print("\n".join(_component_lines(match)))
     elif len(by_class) > 1:
         print(f"{len(by_class)} fields have that name, here or in other trainers:")
         print("\n".join(f"  {field.path}: {_first_sentence(field)}" for field in by_class.values()))
     else:
-        print("\n".join(_field_lines(found.fields[0])))
-    args.example = found.fields[0].example() if found.fields else ""
-    args.title = found.title
+        print("\n".join(_field_lines(match.fields[0])))
+    args.example = match.fields[0].example() if match.fields else ""
+    args.title = match.title
     return 0
 
 
@@ -70,15 +70,15 @@ def _field_lines(field: "Field") -> list[str]:
     return [field.path, *_wrap(field.meaning, "  "), *_fact_lines(facts)]
 
 
-def _component_lines(found: "Found") -> list[str]:
+def _component_lines(match: "FieldMatch") -> list[str]:
     """A component's class, and its fields with the first sentence about each."""
     from jtrain.config.fields import ROOT, description
 
-    assert found.component is not None
-    file, (_, line) = Path(inspect.getfile(found.component)), inspect.getsourcelines(found.component)
+    assert match.component is not None
+    file, (_, line) = Path(inspect.getfile(match.component)), inspect.getsourcelines(match.component)
     place = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
-    paragraphs = description(found.component).split("\n\n")
-    lines = [f"{found.title}: {found.component.__name__}, {place}:{line}"]
+    paragraphs = description(match.component).split("\n\n")
+    lines = [f"{match.title}: {match.component.__name__}, {place}:{line}"]
     for paragraph in paragraphs:
         # Formulas stand further in, and stay as they are.
         lines += (
@@ -89,7 +89,7 @@ def _component_lines(found: "Found") -> list[str]:
     return [
         *lines,
         "",
-        *(f"  {field.path} = {field.default}: {_first_sentence(field)}" for field in found.fields),
+        *(f"  {field.path} = {field.default}: {_first_sentence(field)}" for field in match.fields),
     ]
 
 

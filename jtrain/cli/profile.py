@@ -94,8 +94,10 @@ def _traced_command(workdir: str) -> str:
         match = re.search(
             r"^num_steps: int = (\d+)", (workdir_path(workdir) / "config.txt").read_text(), re.M
         )
-        verb = next(i for i, word in enumerate(command) if word.endswith("launch"))
-        words, num_steps = command[verb + 1 :], num_steps if match is None else int(match[1])
+        verb = next((i for i, word in enumerate(command) if word.endswith("launch")), None)
+        # A run that a script started has no options which a command could repeat.
+        if verb is not None:
+            words, num_steps = command[verb + 1 :], num_steps if match is None else int(match[1])
     last = WINDOW[1] if num_steps == 1 else min(num_steps, WINDOW[1])
     window = ("--with", "profile")
     if last < WINDOW[1] or "profile" in words:

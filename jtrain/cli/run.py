@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, override
 
-from jtrain.config.other_names import known_elsewhere
+from jtrain.config.other_names import known_elsewhere, other_unit
 from jtrain.errors import AwayError, HardwareFault, UserError, did_you_mean
 from jtrain.runtime import exit_codes
 from jtrain.runtime.atomic_io import is_away
@@ -79,14 +79,15 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         """Suggestion for an option that is not there: the field or option of that meaning, or the nearest name."""
         name, equals, value = word.partition("=")
-        meant = known_elsewhere(name)
-        if meant is not None and self._takes(meant):
-            return f"Did you mean {meant}? "
+        alias = known_elsewhere(name)
+        if alias is not None and self._takes(alias):
+            return f"Did you mean {alias}? "
         # `--lr 1e-3` and `--model.num_layers=2` are fields, which --set sets.
-        field = meant or (name[2:] if "." in name else None)
+        field = alias or (name[2:] if "." in name else None)
         if field is not None and not field.startswith("--") and self._takes("--set"):
-            setting = field if "=" in field else f"{field}={value if equals else 'VALUE'}"
-            return f"Did you mean --set {setting}? "
+            unit = other_unit(name)
+            setting = field if "=" in field else f"{field}={value if equals and not unit else 'VALUE'}"
+            return f"Did you mean --set {setting}{unit and f' ({unit})'}? "
         return did_you_mean(name, self._option_string_actions)
 
     @property
@@ -157,20 +158,28 @@ class Command:
         for part in (*lenient._actions, *lenient._mutually_exclusive_groups):
             part.required = False
 
-        def left_over(words: Sequence[str]) -> list[str]:
-            try:
-                left = lenient.parse_known_args(words)[1]
-            except UserError:  # said by the parser of the command itself
-                left = words
-            return [word for word in left if not word.startswith("-")]
+        def has_no_subject(words: Sequence[str]) -> bool:
+            with contextlib.suppress(UserError):
+                return not unused_words(words)
+            return False
 
-        left = left_over(words)
-        if len(left) != 1 or "=" in left[0]:
+        def unused_words(words: Sequence[str]) -> list[str]:
+            return [word for word in lenient.parse_known_args(words)[1] if not word.startswith("-")]
+
+        try:
+            subjects = unused_words(words)
+        except UserError:  # said by the parser of the command itself
             return [*words]
-        # The same text may be the value of an option too: without the subject no word is left over.
-        places = [place for place, word in enumerate(words) if word == left[0]]
-        place = next(place for place in places if not left_over([*words[:place], *words[place + 1 :]]))
-        return [*words[:place], option, *words[place:]]
+        if len(subjects) != 1 or "=" in subjects[0]:
+            return [*words]
+        # The same text may be the value of an option too: without the subject no word is left over. The last
+        # such word, as the first one may be that value.
+        places = [
+            place
+            for place, word in enumerate(words)
+            if word == subjects[0] and has_no_subject([*words[:place], *words[place + 1 :]])
+        ]
+        return [*words[: places[-1]], option, *words[places[-1] :]] if places else [*words]
 
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""
@@ -230,10 +239,17 @@ class Verb:
                     f"{advice}, as `{prog} --help` lists them."
                 )
         # Without commands, the verb itself is the command.
-        return (self.alone or Command(self.summary, self._refuse)).main(prog, words, self._listing())
+        alone = self.alone or Command(self.summary, self._refuse)
+        if not words and self.commands and any(action.required for action in alone.parser(prog)._actions):
+            self._refuse(Args())
+        return alone.main(prog, words, self._listing())
 
     def _refuse(self, args: Args) -> int:
-        raise UserError(f"`python -m jtrain.{self.name}` needs a command, one of {', '.join(self.commands)}.")
+        del args
+        subject = "" if self.alone is None else f", or --{self.alone.subject}"
+        raise UserError(
+            f"`python -m jtrain.{self.name}` needs a command, one of {', '.join(self.commands)}{subject}."
+        )
 
     def _listing(self) -> str:
         """Text of `--help` with a line for each sub-verb."""

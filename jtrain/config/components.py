@@ -42,12 +42,9 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
             return named[0]
     # An abstract component's classes are in modules that nothing may have imported yet.
     for kind in kinds:
-        if inspect.isabstract(kind) and name.isidentifier():
-            package = sys.modules[kind.__module__.rpartition(".")[0]]
-            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-                importlib.import_module(module.name)
-            if named := [subclass for subclass in _with_subclasses(kind) if subclass.__name__ == name]:
-                return named[0]
+        subclasses = load_subclasses(kind) if inspect.isabstract(kind) and name.isidentifier() else []
+        if named := [subclass for subclass in subclasses if subclass.__name__ == name]:
+            return named[0]
     if not is_user_name(name) or not kinds:
         return None
     component_class = load_class(path, name)
@@ -55,6 +52,14 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
         kind_names = " or ".join(kind.__name__ for kind in kinds)
         raise UserError(f"{path}={name}: {component_class.__name__} is no {kind_names}. Make it a subclass.")
     return component_class
+
+
+def load_subclasses(kind: type) -> list[type]:
+    """jtrain's own subclasses of an abstract component, after an import of all modules beside it."""
+    package = sys.modules[kind.__module__.rpartition(".")[0]]
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return [subclass for subclass in _with_subclasses(kind) if subclass is not kind]
 
 
 def is_user_name(text: str) -> bool:
@@ -86,7 +91,7 @@ def check_code(values: Mapping[str, str]) -> None:
 def _with_subclasses(kind: type) -> Iterator[type]:
     """The class, and jtrain's own subclasses of it."""
     yield kind
-    for below in kind.__subclasses__():
+    for subclass in kind.__subclasses__():
         # A user's class is named with its file or module, never by its bare name.
-        if below.__module__.partition(".")[0] == "jtrain":
-            yield from _with_subclasses(below)
+        if subclass.__module__.partition(".")[0] == "jtrain":
+            yield from _with_subclasses(subclass)

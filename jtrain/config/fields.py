@@ -4,18 +4,15 @@ import ast
 import collections.abc
 import dataclasses
 import functools
-import importlib
 import inspect
-import pkgutil
 import re
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from jtrain.config import tree
-from jtrain.config.components import kinds_of
+from jtrain.config.components import kinds_of, load_subclasses
 from jtrain.config.field_types import resolve_alias, type_name
 from jtrain.config.other_names import OTHER_NAMES, known_elsewhere
 from jtrain.config.resume import CHANGEABLE, MAY_CHANGE_ON_RESUME
@@ -88,13 +85,17 @@ class Field:
         return type_name(self.annotation)
 
     @property
+    def owner(self) -> type:
+        """Class that defines it: the component, or one that the component inherits from."""
+        return next(kind for kind in self.component.__mro__ if self.name in inspect.get_annotations(kind))
+
+    @property
     def place(self) -> str:
         """File and line of its definition."""
-        owner = next(kind for kind in self.component.__mro__ if self.name in inspect.get_annotations(kind))
-        lines, first = inspect.getsourcelines(owner)
+        lines, first = inspect.getsourcelines(self.owner)
         # The last one: entries of the docstring before it are indented alike.
         number = max(i for i, line in enumerate(lines) if line.startswith(f"    {self.name}: "))
-        return f"{_relative(Path(inspect.getfile(owner)))}:{first + number}"
+        return f"{_relative(Path(inspect.getfile(self.owner)))}:{first + number}"
 
     @property
     def on_resume(self) -> str:
@@ -144,8 +145,8 @@ class Field:
         """Places of the code that read it: file and line."""
         owners = {*self.path.split(".")[-2:-1], self.component.__name__.removesuffix("Spec").lower()}
         # One word, such as `steps`, is an attribute of many things that are no config.
-        same_name = {field.component for field in all_fields() if field.name == self.name}
-        is_unique = len(same_name) == 1 and "_" in self.name
+        same_name_owners = {field.owner for field in all_fields() if field.name == self.name}
+        is_unique = len(same_name_owners) == 1 and "_" in self.name
 
         def is_read(node: ast.AST, file: Path) -> bool:
             if not (
@@ -218,9 +219,9 @@ def _fields_of(
         for kind in (kind for kind in field.kinds if kind not in (*above, component)):
             # Where the annotation leaves no choice, the component is there.
             is_chosen = place is None and annotation is not kind and kind.__name__ not in default
-            put = (f"{field.path}={kind.__name__}",) if is_chosen and not _is_first(kind, field) else ()
-            below = f"{field.path}.{place}." if place else f"{field.path}."
-            yield from _fields_of(kind, below, (*needs, *put), above=(*above, component))
+            settings = (f"{field.path}={kind.__name__}",) if is_chosen and not _is_first(kind, field) else ()
+            kind_prefix = f"{field.path}.{place}." if place else f"{field.path}."
+            yield from _fields_of(kind, kind_prefix, (*needs, *settings), above=(*above, component))
 
 
 def _is_first(kind: type, field: Field) -> bool:
@@ -237,10 +238,7 @@ def _components_in(annotation: Any) -> Iterator[type]:
         if not inspect.isabstract(kind):
             yield kind
             continue
-        package = sys.modules[kind.__module__.rpartition(".")[0]]
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-        yield from (kind for kind in kind.__subclasses__() if kind.__module__.partition(".")[0] == "jtrain")
+        yield from load_subclasses(kind)
 
 
 def summary(component: type) -> str:
@@ -284,7 +282,7 @@ def _relative(file: Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FieldMatch:
     """Fields that a word names: one field, the fields of one component, or several of one name.
 
     title: the path as the config has it, with a class where one was asked for.
@@ -296,22 +294,25 @@ class Found:
     fields: list[Field]
 
 
-def find(word: str) -> Found:
+def find(word: str) -> FieldMatch:
     """Looks a path, a name, `path=Class` or another trainer's name up.
 
     Raises:
-      UserError: no field has that name; names the nearest ones.
+      UserError: no field has that name, and the message names the nearest ones; it is an option of a verb; or
+        the field takes no such class.
     """
-    path, _, chosen = word.partition("=")
-    fields = [field for field in all_fields() if _is_path(path, field.path)]
-    meant = known_elsewhere(path)
+    path, _, class_name = word.partition("=")
+    fields = [field for field in all_fields() if _is_path(path, field.path) or _is_one_of(path, field)]
+    alias = known_elsewhere(path)
     if not fields:
         fields = [field for field in all_fields() if field.name == path]
-        if meant is not None and not meant.startswith("--"):
+        if alias is not None and not alias.startswith("--"):
             if not fields:
-                return find(meant)
+                return find(alias)
             # `steps` is a field of the profile, and what others call `num_steps`.
-            fields = [*find(meant).fields, *fields]
+            fields = [*find(alias).fields, *fields]
+    if not fields and alias is not None:
+        raise UserError(f"{word}: no field of a config. It is what jtrain launch has as its option {alias}.")
     if not fields:
         names = {field.path for field in all_fields()} | {field.name for field in all_fields()}
         raise UserError(
@@ -319,15 +320,30 @@ def find(word: str) -> Found:
             f"{first_few([field.name for field in dataclasses.fields(Run)], 30)}."
         )
     classes = {kind.__name__: kind for field in fields for kind in field.kinds}
-    if chosen in classes:
-        kind = classes[chosen]
-        below = [f for f in all_fields() if f.component is kind and f.path.startswith(fields[0].path + ".")]
-        return Found(f"{fields[0].path}={chosen}", kind, below)
+    title = path if "." in path else fields[0].path
+    if class_name in classes:
+        return FieldMatch(
+            f"{title}={class_name}", classes[class_name], _component_fields(classes[class_name], fields[0])
+        )
+    if classes and class_name not in ("", "None"):
+        raise UserError(
+            f"{word}: {path} takes no {class_name}. {did_you_mean(class_name, classes)}There are: {', '.join(classes)}."
+        )
     if len(fields) == 1 and len(classes) == 1:
         (kind,) = classes.values()
-        below = [f for f in all_fields() if f.component is kind and f.path.startswith(fields[0].path + ".")]
-        return Found(fields[0].path, kind, below)
-    return Found(path, None, fields)
+        return FieldMatch(title, kind, _component_fields(kind, fields[0]))
+    return FieldMatch(path, None, fields)
+
+
+def _component_fields(kind: type, field: Field) -> list[Field]:
+    """Fields of a component that `field` takes."""
+    return [f for f in all_fields() if f.component is kind and f.path.startswith(f"{field.path}.")]
+
+
+def _is_one_of(path: str, field: Field) -> bool:
+    """True if a path is that of one of the components that a field holds: `data.sources.web`."""
+    place = _PLACES.get(typing.get_origin(field.annotation) or object)
+    return place is not None and bool(field.kinds) and _is_path(path, f"{field.path}.{place}")
 
 
 def _is_path(path: str, pattern: str) -> bool:

@@ -11,14 +11,13 @@ OTHER_NAMES = {
     "layout.zero_stage": "zero sharding_strategy stage distributed_optimizer",
     "layout.zero_stage=3": "fsdp fsdp2 zero3 full_shard fully_shard",
     "layout.microbatches": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches "
-    "grad_accum_steps grad_accum grad_acc accumulation_steps num_microbatches "
-    "per_device_batch_size micro_batch_size microbatch_size",
+    "grad_accum_steps grad_accum grad_acc accumulation_steps num_microbatches",
     "layout.remat=full": "gradient_checkpointing activation_checkpointing activation_checkpoint "
     "recompute recompute_granularity remat_policy",
     "layout.offload.optimizer=1.0": "cpu_offload offload_optimizer",
-    "precision.compute_dtype": "dtype mixed_precision torch_dtype amp",
+    "precision.compute_dtype": "dtype mixed_precision torch_dtype amp tf32 fp16 float16",
     "precision.compute_dtype=bfloat16": "bf16",
-    "precision.compute_dtype=float32": "fp32 tf32 fp16 float16",
+    "precision.compute_dtype=float32": "fp32",
     "precision.matmul_dtype=fp8_current": "fp8 float8",
     "model.num_layers": "n_layer n_layers num_hidden_layers depth",
     "model.d_model": "n_embd hidden_size embed_dim dim width",
@@ -48,7 +47,7 @@ OTHER_NAMES = {
     "data.seq_len": "seq_length sequence_length max_seq_len max_seq_length max_length context_length "
     "block_size cutoff_len n_ctx",
     "data.global_batch": "batch_size global_batch_size train_batch_size total_batch_size batch "
-    "per_device_train_batch_size",
+    "per_device_train_batch_size per_device_batch_size micro_batch_size microbatch_size",
     "data.epochs": "num_epochs num_train_epochs max_epochs epoch",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "data.eval_fraction": "val_fraction validation_split val_split test_size",
@@ -70,9 +69,31 @@ OTHER_NAMES = {
 }
 """Path of a field, with a value where the name says one, or an option -> what others call it."""
 
+OTHER_UNITS = {
+    "the sequences of a step, over all devices and microbatches": "per_device_train_batch_size "
+    "per_device_batch_size micro_batch_size microbatch_size",
+    "the rate at the end over optimizer.peak_lr": "min_lr final_lr end_lr",
+    "bfloat16 or float32": "mixed_precision amp tf32 fp16 float16",
+    "a number of steps": "val_check_interval evaluation_strategy",
+    "0, 1, 2 or 3": "sharding_strategy",
+    "True or False": "report_to logger",
+    "a number; the other is optimizer.b1": "betas",
+}
+"""Values of a field -> names of OTHER_NAMES whose values are something else, and must not be copied."""
+
 _BY_NAME = {name: path for path, names in OTHER_NAMES.items() for name in names.split()}
+_UNIT_BY_NAME = {name: unit for unit, names in OTHER_UNITS.items() for name in names.split()}
 
 
 def known_elsewhere(name: str) -> str | None:
     """Field, `field=value` or option that other trainers call `name`; dashes and case do not matter."""
-    return _BY_NAME.get(name.lstrip("-").replace("-", "_").lower())
+    return _BY_NAME.get(_normalize(name))
+
+
+def other_unit(name: str) -> str:
+    """Values of the field that others call `name`, where theirs are something else; "" where they are the same."""
+    return _UNIT_BY_NAME.get(_normalize(name), "")
+
+
+def _normalize(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()

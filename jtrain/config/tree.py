@@ -24,7 +24,7 @@ from jtrain.config.components import (
     name_of,
 )
 from jtrain.config.field_types import NO_VALUE, convert, convert_field, resolve_alias, type_name
-from jtrain.config.other_names import known_elsewhere
+from jtrain.config.other_names import known_elsewhere, other_unit
 from jtrain.errors import UserError
 from jtrain.runtime.secrets import redact_assignment, redact_value, without_secrets
 
@@ -352,14 +352,17 @@ def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, de
     above = ".".join(parts[:depth])
     everywhere = [leaf.path for leaf in leaves(config)]
     siblings = [".".join([*parts[:depth], field]) for field in _fields(owner)]
+    same_name = [other_path for other_path in everywhere if other_path.split(".")[-1] == parts[-1]]
+    similar_siblings = difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
     # What other trainers call it says more than its letters: `lr` is near `b2`.
-    if (meant := known_elsewhere(parts[-1])) is not None and not meant.startswith("--"):
-        similar_paths = [meant]
+    if (alias := known_elsewhere(parts[-1])) is not None and not alias.startswith("--"):
+        unit = other_unit(parts[-1])
+        # A field of another component comes after those of the one that was named.
+        is_own = not above or alias.startswith(f"{above}.")
+        alias_text = alias + (unit and f" ({unit})")
+        similar_paths = [*same_name, *([] if is_own else similar_siblings), alias_text]
     else:
-        similar_paths = difflib.get_close_matches(path, everywhere)
-        # The last name alone: `warmup` finds optimizer.warmup_steps.
-        similar_paths += [other_path for other_path in everywhere if other_path.split(".")[-1] == parts[-1]]
-        similar_paths += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
+        similar_paths = [*difflib.get_close_matches(path, everywhere), *same_name, *similar_siblings]
     hint = f"Did you mean {', '.join(list(dict.fromkeys(similar_paths))[:3])}? " if similar_paths else ""
     owner_name = above or "the config"
     return (

@@ -20,7 +20,6 @@ from jtrain.telemetry.metrics import (
     TrainLine,
     drop_after,
     encode,
-    read,
 )
 from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar
 
@@ -157,14 +156,12 @@ class Metrics:
             with _broken_stream_allowed():
                 self._progress.say(text)
 
-    def end(self, folder: Path, next_commands: Sequence[str]) -> None:
-        """Says what the run left in `folder`, and which commands a user would type next."""
+    def end(self, home: Path, next_commands: Sequence[str]) -> None:
+        """Says what the run left in `home`, and which commands a user would type next."""
         if self._progress is not None:
             # A stream may be broken, and so may the disk that keeps the lines.
             with _broken_stream_allowed():
-                lines = read(self._workdir / FILE)
-                losses = [line["loss_nats"] for line in lines if line.get("loss_nats") is not None]
-                self._progress.end(losses, folder, next_commands)
+                self._progress.end(self._workdir, home, next_commands)
 
     def note(self, step: int, text: str) -> None:
         """Prints a data plane's message and appends it to data.log, without secrets in addresses."""

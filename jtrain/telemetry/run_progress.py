@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol, cast, runtime_checkable
 
-from jtrain.telemetry.metrics import TrainLine
+from jtrain.telemetry.metrics import FILE, TrainLine, read
 
 WIDE = 120
 """Columns of a terminal from which a step has more figures."""
@@ -36,17 +36,26 @@ class PlainProgress:
     def __init__(self, stream: ProgressStream, num_steps: int, start_step: int) -> None:
         self.num_steps = num_steps
         self._stream = stream
+        self._has_line = False
         # The bar's constructor has it, and both are called alike.
         del start_step
 
     def train(self, line: TrainLine) -> None:
-        self.say(f"step {line.step}/{self.num_steps}  {summary(line, self.num_steps)}")
+        text = summary(line, self.num_steps, is_first=not self._has_line)
+        self._has_line = True
+        self.say(f"step {line.step}/{self.num_steps}  {text}")
 
     def evaluation(self, step: int, name: str, text: str) -> None:
         self.say(f"step {step}/{self.num_steps}  {name} {text}")
 
-    def end(self, losses: Sequence[float], folder: Path, next_commands: Sequence[str]) -> None:
-        del losses, folder
+    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+        """Says what a run left, and what a user would do next.
+
+        Args:
+          workdir: folder on this machine that has the run's files.
+          home: the folder that the user named; `workdir`, or one in an object store.
+        """
+        del workdir, home
         self.say(f"next: {next_commands[0]}")
 
     def say(self, text: str) -> None:
@@ -71,25 +80,27 @@ class RunProgressBar(PlainProgress):
             TimeElapsedColumn,
         )
 
-        count, bar = (SpinnerColumn(), TextColumn("step"), MofNCompleteColumn()), BarColumn()
+        console = Console(file=cast(IO[str], stream))
+        # The default spinner is of braille, which only Unicode encodings have; rich itself replaces the bar alone.
+        spinner = SpinnerColumn("dots" if _is_unicode(console.encoding) else "line")
+        count, bar = (spinner, TextColumn("step"), MofNCompleteColumn()), BarColumn()
         # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step anything.
         self._bar = Progress(
             *(*count, bar, TextColumn("{task.description}"), TimeElapsedColumn()),
-            console=Console(file=cast(IO[str], stream)),
+            console=console,
             refresh_per_second=2,
             transient=True,
         )
-        self._console = self._bar.console
+        self._console = console
         self._step_width = max(7, 2 * len(str(num_steps)) + 1)
-        self._best_tokens_per_s: float | None = None
-        self._has_header = False
+        self._best_tokens_per_s = 0.0
         self._task = self._bar.add_task("compiling", total=num_steps, completed=start_step)
         self._bar.start()
 
     def train(self, line: TrainLine) -> None:
         cells = self._cells(line)
-        if not self._has_header:
-            self._has_header = True
+        if not self._has_line:
+            self._has_line = True
             names = " ".join(f"{name:>{width}}" for name, _, width in cells)
             self._print(f"{'step':>{self._step_width}} {names}", "dim")
         step = f"{line.step}/{self.num_steps}"
@@ -100,10 +111,12 @@ class RunProgressBar(PlainProgress):
     def _cells(self, line: TrainLine) -> list[tuple[str, str, int]]:
         """Name, text and width of each column after the step; wide terminals have more of them."""
         left_s = (self.num_steps - line.step) * line.step_time_ms / 1e3
-        # The first line's speed is mostly that of the compiler.
-        best = None if line.step == 1 else max(self._best_tokens_per_s or 0.0, line.tokens_per_s)
-        self._best_tokens_per_s = best
-        share = line.mfu if line.mfu is not None or best is None else line.tokens_per_s / best
+        # The speed of an attempt's first line is mostly that of the compiler.
+        if self._has_line:
+            self._best_tokens_per_s = max(self._best_tokens_per_s, line.tokens_per_s)
+        best = self._best_tokens_per_s
+        # 0 where no line had targets.
+        share = line.mfu if line.mfu is not None or best == 0.0 else line.tokens_per_s / best
         host_gib = None if line.host_rss_mib is None else line.host_rss_mib / 1024
         gib = host_gib if line.device_memory_peak_gib is None else line.device_memory_peak_gib
         cells = [
@@ -114,7 +127,7 @@ class RunProgressBar(PlainProgress):
             # Without a published peak, the fastest that this machine was in this run.
             ("of best" if line.mfu is None else "MFU", "-" if share is None else f"{share:.1%}", 8),
             ("memory", "-" if gib is None else f"{gib:.1f} GiB", 10),
-            ("left", "-" if line.step == 1 else _duration(left_s), 8),
+            ("left", _duration(left_s) if self._has_line else "-", 8),
         ]
         if self._console.width >= WIDE:
             cells[4:4] = [
@@ -125,14 +138,17 @@ class RunProgressBar(PlainProgress):
         return cells
 
     def evaluation(self, step: int, name: str, text: str) -> None:
-        # In the column of the losses: the step is that of the row above.
+        # Its own step: rows of train steps come at other steps than evaluations do.
+        step_text = f"{step}/{self.num_steps}"
         loss, _, rest = text.removeprefix("loss ").partition(" ")
-        self._print(f"{name:>{self._step_width}} {loss:>9} {rest}", "cyan")
+        self._print(f"{step_text:>{self._step_width}} {loss:>9} {rest}  {name}", "cyan")
 
-    def end(self, losses: Sequence[float], folder: Path, next_commands: Sequence[str]) -> None:
-        if len(losses) > 1 and self._console.encoding.lower().startswith("utf"):
+    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+        losses = [line["loss_nats"] for line in read(workdir / FILE) if line.get("loss_nats") is not None]
+        if len(losses) > 1 and _is_unicode(self._console.encoding):
             self._print(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
-        self._print(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
+        # Not those of `home`: clients of stores raise errors of their own, and the run is complete.
+        self._print(f"in {home}: {', '.join(sorted(path.name for path in workdir.glob('[!.]*')))}")
         for command in next_commands:
             self._print(f"next: {command}", "bold")
 
@@ -156,13 +172,21 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (span or 1.0))] for mean in means)
 
 
-def summary(line: TrainLine, num_steps: int) -> str:
-    """Loss, speed and remaining time, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2%  ETA 1m 20s`."""
+def summary(line: TrainLine, num_steps: int, *, is_first: bool) -> str:
+    """Loss, speed and remaining time, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2%  ETA 1m 20s`.
+
+    Args:
+      is_first: True for the first line of an attempt.
+    """
     mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
     remaining_s = (num_steps - line.step) * line.step_time_ms / 1e3
-    # The first step's time is mostly compilation, so it gives no estimate.
-    eta = "" if line.step in (1, num_steps) else f"  ETA {_duration(remaining_s)}"
+    # The time of an attempt's first line is mostly compilation, so it gives no estimate.
+    eta = "" if is_first or line.step == num_steps else f"  ETA {_duration(remaining_s)}"
     return f"loss {line.loss_nats:.4f} nats  {_count(line.tokens_per_s)} tokens/s{mfu}{eta}"
+
+
+def _is_unicode(encoding: str) -> bool:
+    return encoding.lower().startswith("utf")
 
 
 def _count(number: float) -> str:

@@ -189,7 +189,7 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
             if is_complete:
-                metrics.end(home, _next_commands(run, home))
+                metrics.end(home, _next_commands(run, workdir, home))
     return DONE if is_complete else STOPPED
 
 
@@ -310,10 +310,11 @@ def _end_line(loop: Loop, *, seconds: float, home: Path) -> str:
     return f"done: {step} steps in {seconds:.0f} s; results in {home}"
 
 
-def _next_commands(run: Run, home: Path) -> list[str]:
+def _next_commands(run: Run, workdir: Path, home: Path) -> list[str]:
     """Commands that show what a finished run made: its profile first if it traced a window, else text."""
-    workdir = shlex.quote(str(home))
-    shown = [f"jtrain generate --workdir {workdir}", f"jtrain checkpoint list --workdir {workdir}"]
-    if run.profile.steps is not None and (home / FOLDER).is_dir():
-        shown.insert(0, f"jtrain profile --workdir {workdir}")
-    return [*shown[:2], f"jtrain hf export --workdir {workdir} --out {workdir}-export"]
+    name = shlex.quote(str(home))
+    commands = [f"jtrain generate --workdir {name}", f"jtrain checkpoint list --workdir {name}"]
+    # Not in `home`: the client of a store may raise errors of its own, and the run is complete.
+    if run.profile.steps is not None and (workdir / FOLDER).is_dir():
+        commands.insert(0, f"jtrain profile --workdir {name}")
+    return [*commands[:2], f"jtrain hf export --workdir {name} --out {name}-export"]

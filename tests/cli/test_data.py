@@ -1,11 +1,13 @@
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jtrain.cli import launch
 from jtrain.cli.data import main
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.inspect.step_contents import pieces_of_step
@@ -132,6 +134,16 @@ def test_sample_prepare_and_inspect_work_raw_and_prepared(
         main(["inspect", f"--config={config}", f"--json={indexed}", "--set=data.prepared=prepared", *more])
         == 0
     )
+    capsys.readouterr()
+    for folder in ("prepared", "prepared/code"):
+        assert main(["verify", "--from", folder]) == 0
+        command = capsys.readouterr().err.removeprefix("next: ")
+        assert command == f"jtrain launch --config={config} --set data.prepared=prepared\n"
+    assert launch.main([*shlex.split(command)[2:], "--print-config"]) == 0, "it is of a config that is there"
+    capsys.readouterr()
+    Path("prepared/command.txt").unlink()
+    assert main(["verify", "--from=prepared"]) == 0
+    assert capsys.readouterr().err == "", "no NAME to fill in"
     for file in (raw, indexed):
         step = json.loads(file.read_text())
         assert len({piece["source"] for piece in step["pieces"]}) >= 3
@@ -221,7 +233,8 @@ def test_adopt_makes_an_index_that_verify_reads(
     assert "web: 2 documents, 7 tokens, 1 files read in place (raw)" in capsys.readouterr().out
     assert json.loads((tmp_path / "made.json").read_text())["tokens"] == 7
     assert main(["verify", "--from", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out == "web: intact (2 records, 7 tokens)\n"
+    # No training command: no config of ours has the vocabulary of this tokenizer.
+    assert capsys.readouterr() == ("web: intact (2 records, 7 tokens)\n", "")
     ids[:2] = 6, 5
     ids.tofile(tmp_path / "train.bin")
     assert main(["verify", "--from", str(tmp_path / "out" / "web")]) == 2

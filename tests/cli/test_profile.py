@@ -204,6 +204,17 @@ def test_the_way_to_a_profile_is_a_window_within_the_run(
     assert launch.main([*shlex.split(advice)[2:], "--dry-run"]) == 0
 
 
+def test_a_run_that_a_script_started_is_shown_the_way_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its command has no options of ours to repeat."""
+    (tmp_path / "run.json").write_text(json.dumps({"command": ["python", "train.py", "--config=mine"]}))
+    (tmp_path / "config.txt").write_text("num_steps: int = 3\n")
+    assert main([str(tmp_path)]) == 2
+    advice = capsys.readouterr().err.rpartition("\nnext: ")[2]
+    assert advice == f"jtrain launch --config=tiny --with profile --workdir {tmp_path}-profile\n"
+
+
 def test_a_step_without_a_window(tmp_path: Path) -> None:
     """The message lists the existing windows."""
     left(tmp_path, 2, example.breakdown())

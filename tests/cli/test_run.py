@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -109,15 +110,33 @@ def test_the_subject_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> N
         parser.add_argument("--workdir", required=True)
         parser.add_argument("--out")
         parser.add_argument("--fast", action="store_true")
+        parser.add_argument("--width", type=int)
 
     verb = Verb("shape", Command("print", say, add_workdir_options, subject="workdir"))
-    for words in ("a --out a --fast", "--fast a --out a", "--out a --fast a", "--workdir=a --out a --fast"):
+    for words in (
+        "a --out a --fast",
+        "--fast a --out a",
+        "--out a --fast a",
+        "--fast --out a a",
+        "--workdir=a --out a --fast",
+    ):
         assert verb.main(words.split()) == 0
         assert capsys.readouterr().out == "a a True\n", words
     assert verb.main(["--out", "a", "b", "c"]) == 2
     assert "required: --workdir" in capsys.readouterr().err
     assert verb.main(["a", "b"]) == 2
     assert "unrecognized arguments: b. " in capsys.readouterr().err
+    assert verb.main(["--width", "abc"]) == 2
+    assert "--width invalid int value: 'abc'. " in capsys.readouterr().err
+
+
+def test_a_verb_alone_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the option that it needs where it works without a command."""
+    assert VERBS["checkpoint"].main([]) == 2
+    message = "`python -m jtrain.checkpoint` needs a command, one of list, show, verify, or --workdir.\n"
+    assert capsys.readouterr().err == f"error: {message}"
+    assert VERBS["data"].main([]) == 2
+    assert re.search("needs a command, one of prepare, [a-z, ]*, sample.\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +144,22 @@ def test_the_subject_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["tiny", "--lr", "1"], "Did you mean --set optimizer.peak_lr=VALUE? ", "optimizer.peak_lr=1.0"),
         (["tiny", "--batch-size=8"], "Did you mean --set data.global_batch=8? ", "data.global_batch=8"),
+        (
+            ["tiny", "--micro_batch_size=2"],
+            "Did you mean --set data.global_batch=VALUE (the sequences of a step, over all devices and microbatches)? ",
+            "data.global_batch=8",
+        ),
+        (
+            ["tiny", "--min-lr=1e-5"],
+            "Did you mean --set optimizer.schedule.final_fraction=VALUE (the rate at the end over "
+            "optimizer.peak_lr)? ",
+            "optimizer.schedule.final_fraction=0.01",
+        ),
+        (
+            ["tiny", "--fp16=True"],
+            "Did you mean --set precision.compute_dtype=VALUE (bfloat16 or float32)? ",
+            "precision.compute_dtype=bfloat16",
+        ),
         (["tiny", "--fsdp"], "Did you mean --set layout.zero_stage=3? ", "layout.zero_stage=3"),
         (["tiny", "--model.d_ff=64"], "Did you mean --set model.d_ff=64? ", "model.d_ff=64"),
         (["tiny", "seed=3"], "Did you mean --set seed=3? ", "seed=3"),

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.cli import launch
 from jtrain.cli.explain import main
 from jtrain.config import tree
 from jtrain.config.fields import all_fields, find
 from jtrain.config.load import load_config
-from jtrain.config.other_names import OTHER_NAMES, known_elsewhere
+from jtrain.config.other_names import OTHER_NAMES, OTHER_UNITS, known_elsewhere
 from jtrain.errors import UserError
 from jtrain.runtime.user_code import load_python_file
 
@@ -82,6 +83,13 @@ def test_no_name_is_in_the_table_twice() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def test_a_value_of_another_unit_is_of_a_field_that_takes_one() -> None:
+    """Names with a unit are in the table, and their entry has no value of its own."""
+    names = [name for text in OTHER_UNITS.values() for name in text.split()]
+    assert len(names) > 10
+    assert [name for name in names if "=" in (known_elsewhere(name) or "=")] == []
+
+
 @pytest.mark.parametrize(
     ("setting", "hint"),
     [
@@ -89,6 +97,18 @@ def test_no_name_is_in_the_table_twice() -> None:
         ("lr=1", "the config has no field lr. Did you mean optimizer.peak_lr? "),
         ("batch_size=8", "Did you mean data.global_batch? "),
         ("max_steps=8", "Did you mean num_steps? "),
+        ("stage=2", "Did you mean mesh.stage, layout.zero_stage? "),
+        ("eval.every=2", "Did you mean eval.every_steps"),
+        ("model.n_layer=2", "Did you mean model.num_layers? "),
+        ("eval.eval_steps=8", "Did you mean eval.every_steps? "),
+        (
+            "checkpoint.eval_steps=8",
+            "Did you mean checkpoint.every_steps, checkpoint.keep_every_steps, ",
+        ),
+        (
+            "micro_batch_size=2",
+            "Did you mean data.global_batch (the sequences of a step, over all devices and microbatches)? ",
+        ),
         ("fsdp=1", "Did you mean layout.zero_stage=3? "),
         ("lora_r=8", "Did you mean adapter.rank? "),
         ("adapter.rank=8", "Put one there first (--set adapter=NAME, of LoRA)."),
@@ -126,6 +146,8 @@ def test_a_field_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(line, text, re.MULTILINE), line
     assert "  unit        seconds" in explained("supervise.step_s", capsys)
     assert "see also    layout.microbatch_tokens" in explained("layout.microbatches", capsys)
+    # Muon has it from AdamW, and both are read by the same line.
+    assert "read in     jtrain/optim/optimizer.py:" in explained("optimizer.peak_lr", capsys)
     assert explained("peak_lr", capsys) == explained("lr", capsys) == explained("optimizer.peak_lr", capsys)
 
 
@@ -143,6 +165,30 @@ def test_a_component_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_field_of_one_of_many_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert explained("data.sources.web.weight", capsys).startswith("data.sources.NAME.weight\n")
     assert "run.data.sources['web'].weight = 1.0" in explained("data.sources.web.weight", capsys)
+    text = explained("data.sources.web", capsys)
+    assert text.startswith("data.sources.web: Source, jtrain/data/sources/source.py:")
+    assert "  data.sources.NAME.weight = 1.0: " in text
+
+
+def test_a_class_that_a_field_does_not_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names those that it takes; one of them is explained."""
+    assert main(["optimizer=Muom"]) == 2
+    message = "optimizer=Muom: optimizer takes no Muom. Did you mean Muon? There are: AdamW, Muon."
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert explained("optimizer=Muon", capsys).startswith("optimizer=Muon: Muon, jtrain/optim/spec.py:")
+
+
+def test_a_name_of_an_option_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the option that it names is one of the command that the message names."""
+    assert main(["output_dir"]) == 2
+    message = "output_dir: no field of a config. It is what jtrain launch has as its option --workdir."
+    assert capsys.readouterr().err == f"error: {message}\n"
+    options = {
+        option
+        for action in launch.VERB.alone.parser("")._actions  # pyright: ignore[reportOptionalMemberAccess]
+        for option in action.option_strings
+    }
+    assert {path for path in OTHER_NAMES if path.startswith("--")} <= options
 
 
 def test_no_field_of_that_name_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

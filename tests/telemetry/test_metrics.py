@@ -233,6 +233,7 @@ def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_logged_step(tm
     with Metrics(
         tmp_path, MetricsSpec(tensorboard=False), num_steps=1000, start_step=0, stream=stream
     ) as metrics:
+        metrics.train(line(110))
         metrics.train(line(120, mfu=0.4125))
         metrics.evaluation(
             120, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)}
@@ -240,6 +241,7 @@ def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_logged_step(tm
         metrics.say("saved")
         metrics.train(line(1000))
     assert stream.getvalue().splitlines() == [
+        "step 110/1000  loss 2.1034 nats  12.3k tokens/s",
         "step 120/1000  loss 2.1034 nats  12.3k tokens/s  MFU 41.2%  ETA 4m 51s",
         "step 120/1000  eval loss 2.2500 +- 0.0123 nats  3.2500 bits/byte",
         "step 120/1000  eval wiki loss 2.5000 nats",
@@ -258,6 +260,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     ) as metrics:
         assert "20/40" in plain(stream)
         assert "compiling" in plain(stream)
+        metrics.train(line(21, mfu=0.5))
         metrics.train(line(30, mfu=0.5))
         metrics.say("saved [step 30]")
     shown = plain(stream)
@@ -281,7 +284,9 @@ def plain(stream: io.StringIO) -> str:
 )
 def test_speed_and_time_left_are_short(tokens_per_s: float, step_time_ms: float, said: str) -> None:
     """The remaining time has at most two units, the speed one decimal."""
-    assert summary(line(0, tokens_per_s=tokens_per_s, step_time_ms=step_time_ms), 1000).endswith(said)
+    first_line = line(1, tokens_per_s=tokens_per_s, step_time_ms=step_time_ms)
+    assert summary(dataclasses.replace(first_line, step=0), 1000, is_first=False).endswith(said)
+    assert "ETA" not in summary(first_line, 1000, is_first=True)
 
 
 def test_a_resumed_run_logs_the_steps_of_an_unbroken_one() -> None:

@@ -1,5 +1,6 @@
 """Screens of a run on a terminal, against golden texts; `python -m tests.telemetry.test_run_progress` remakes them."""
 
+import io
 import math
 import re
 import tempfile
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jtrain.telemetry.metrics import EvalResult, MetricsSpec
+from jtrain.telemetry.metrics import EvalResult, MetricsSpec, TrainLine
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.telemetry.run_progress import RunProgressBar, sparkline
+from jtrain.telemetry.run_progress import ProgressStream, RunProgressBar, sparkline
 from tests.telemetry.screens import screen
 from tests.telemetry.test_metrics import Terminal, line
 
@@ -24,9 +25,10 @@ def golden_file(width: int, *, colour: bool) -> Path:
     return GOLDEN / f"{width}{'_colour' if colour else ''}.txt"
 
 
-def run_on_terminal(stream: Terminal, workdir: Path, *, mfu: float | None) -> None:
+def run_on_terminal(stream: ProgressStream, workdir: Path, *, mfu: float | None) -> None:
     """A run of 1,000 steps with an evaluation and a warning, as the loop tells it."""
-    (workdir / "plan.txt").touch()
+    for name in ("config.txt", "plan.txt"):
+        (workdir / name).touch()
     speeds: list[dict[str, Any]] = [
         dict(loss_nats=6.0801, tokens_per_s=391.4, step_time_ms=9000.0),
         dict(loss_nats=3.3466, tokens_per_s=4_400.0, grad_norm=0.0001234, host_rss_mib=1536.0),
@@ -44,6 +46,7 @@ def run_on_terminal(stream: Terminal, workdir: Path, *, mfu: float | None) -> No
                 )
                 metrics.say("warning: the disk fills")
         metrics.say("done: 1000 steps in 62 s")
+        # No such folder is there: a store is not listed, but the folder on this machine.
         metrics.end(Path("runs/tiny"), NEXT)
 
 
@@ -52,14 +55,22 @@ def shown(width: int, workdir: Path, *, colour: bool, mfu: float | None = None) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm-256color")
         patch.setenv("COLUMNS", str(width))
-        patch.chdir(workdir)
-        (workdir / "runs" / "tiny").mkdir(parents=True, exist_ok=True)
-        for name in ("config.txt", "metrics.jsonl", "plan.txt"):
-            (workdir / "runs" / "tiny" / name).touch()
         patch.setenv("NO_COLOR", "" if colour else "1")
         stream = Terminal()
         run_on_terminal(stream, workdir, mfu=mfu)
     return "\n".join(screen(stream.getvalue(), width, styles=colour)) + "\n"
+
+
+class EncodedTerminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal_of_80(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
 
 
 @pytest.mark.parametrize(("width", "colour"), CASES)
@@ -68,12 +79,12 @@ def test_a_terminal_shows_the_golden_screen(width: int, colour: bool, tmp_path: 
     want = golden_file(width, colour=colour).read_text()
     assert shown(width, tmp_path, colour=colour) == want
     lines = want.splitlines()
-    steps = [row for row in lines if re.search(r"\d+/1000 ", row)]
+    steps = train_rows(lines)
     assert len(steps) == 3
     assert ("<" in want) == colour
     if not colour:
         assert all(len(row) < width for row in steps)
-        header, evaluation = lines[1], next(row for row in lines if row.lstrip().startswith("eval "))
+        header, evaluation = lines[1], next(row for row in lines if row.endswith(" eval"))
         assert header.index("loss") + 4 == steps[0].index("6.0801") + 6 == evaluation.index("2.2500") + 6
         assert ("data wait" in want) == (width == 140)
 
@@ -82,10 +93,54 @@ def test_the_share_is_of_the_peak_where_one_is_published(tmp_path: Path) -> None
     """Otherwise of the fastest that this run has been on this machine, from the second line on."""
     rows = shown(80, tmp_path, colour=False).splitlines()
     assert "of best" in rows[1]
-    assert [row.split()[5] for row in rows if "/1000" in row] == ["-", "100.0%", "62.5%"]
+    assert [row.split()[5] for row in train_rows(rows)] == ["-", "100.0%", "62.5%"]
     rows = shown(80, tmp_path, colour=False, mfu=0.4125).splitlines()
     assert "MFU" in rows[1]
-    assert [row.split()[5] for row in rows if "/1000" in row] == ["41.2%"] * 3
+    assert [row.split()[5] for row in train_rows(rows)] == ["41.2%"] * 3
+
+
+def train_rows(rows: list[str]) -> list[str]:
+    """Rows of the table that are of train steps."""
+    return [row for row in rows if "/1000" in row and " eval" not in row]
+
+
+def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0) -> list[list[str]]:
+    """Words of the rows that a run of 1,000 steps prints for these lines."""
+    progress = RunProgressBar(stream, 1000, start_step)
+    try:
+        for train_line in lines:
+            progress.train(train_line)
+        progress.evaluation(0, "eval", "loss 2.2500 nats")
+    finally:
+        progress.close()
+    return [row.split() for row in screen(stream.getvalue(), 80)[1:]]
+
+
+def test_the_first_line_of_an_attempt_has_no_speed_to_compare(terminal_of_80: None) -> None:
+    """It holds the compilation, also where a run was resumed; an evaluation before it has its own step."""
+    slow, fast = (line(step, tokens_per_s=10.0 * step, step_time_ms=100.0) for step in (30, 40))
+    first, second, evaluation = table_of(Terminal(), slow, fast, start_step=20)
+    assert (first[0], first[5], first[-1]) == ("30/1000", "-", "-")
+    assert (second[0], second[5], second[-2:]) == ("40/1000", "100.0%", ["1m", "36s"])
+    assert evaluation == ["0/1000", "2.2500", "nats", "eval"]
+
+
+def test_batches_without_targets_have_no_share(terminal_of_80: None) -> None:
+    """No division by the best speed where that is 0."""
+    rows = table_of(Terminal(), *(line(step, tokens_per_s=0.0, step_time_ms=1.0) for step in (1, 2, 3)))
+    assert [row[5] for row in rows[:3]] == ["-"] * 3
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_shows_a_run(encoding: str, tmp_path: Path, terminal_of_80: None) -> None:
+    """Every character can be encoded; the line of blocks is left out."""
+    terminal_bytes = io.BytesIO()
+    stream = EncodedTerminal(terminal_bytes, encoding=encoding)
+    run_on_terminal(stream, tmp_path, mfu=None)
+    stream.flush()
+    text = terminal_bytes.getvalue().decode(encoding)
+    assert "1000/1000    1.3539" in text
+    assert re.search(r"[-|/\\] step", text)
 
 
 def test_the_bar_moves_while_a_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
