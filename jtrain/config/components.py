@@ -55,11 +55,15 @@ def find_class(path: str, name: str, annotation: Any) -> type | None:
 
 
 def load_subclasses(kind: type) -> list[type]:
-    """jtrain's own subclasses of an abstract component, after an import of all modules beside it."""
+    """jtrain's own subclasses of an abstract component by name, after an import of all modules beside it."""
     package = sys.modules[kind.__module__.rpartition(".")[0]]
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    return [subclass for subclass in _with_subclasses(kind) if subclass is not kind]
+    # A user's own come and go, and Python lists classes in the order in which they were imported.
+    own = [
+        c for c in _with_subclasses(kind) if c is not kind and c.__module__.startswith(f"{package.__name__}.")
+    ]
+    return sorted(own, key=lambda subclass: subclass.__name__)
 
 
 def is_user_name(text: str) -> bool:
