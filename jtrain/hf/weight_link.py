@@ -50,7 +50,13 @@ def send_weights(
         session = socket_link.converse(connection, protocol.calling(token, _RUN, _READER))
         link = Link(connection, session)
         link.send("weights", step=step, tensors=count)
-        for name, array in tensors:
+        while True:
+            # Taking a large one transposes it, for longer than a reader waits without a sign of life.
+            with link.working():
+                tensor = next(tensors, None)
+            if tensor is None:
+                break
+            name, array = tensor
             link.send("tensor", name=name, dtype=array.dtype.name, shape=list(array.shape))
             link.send_content(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         if (kind := link.receive(SCHEMA)[0]) != "taken":
@@ -66,6 +72,7 @@ class WeightReader:
 
     Tensors are arrays by their names in Hugging Face files. While a set is worked on no other is taken: the run
     leaves out what comes meanwhile, and goes on. A set that broke off, and a stranger's call, yield nothing.
+    An iteration raises OSError where no call can be accepted, as with too many open files.
 
     Args:
       address: host and port to listen at; port 0 for a free one.
@@ -82,6 +89,7 @@ class WeightReader:
     def __init__(self, address: str, token_file: str) -> None:
         host, _, port = address.rpartition(":")
         self._token = read_token(token_file)
+        self._is_closed = False
         self._listening = meeting.listen((host.strip("[]"), int(port)))
         self.port: int = self._listening.getsockname()[1]
 
@@ -95,6 +103,7 @@ class WeightReader:
 
     def close(self) -> None:
         """Ends the iteration, also in another thread."""
+        self._is_closed = True
         # `close` alone does not wake a thread in `accept`; `shutdown` does.
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -105,10 +114,15 @@ class WeightReader:
         while True:
             try:
                 connection, _ = self._listening.accept()
+            except ConnectionError:
+                continue  # whoever called is gone already
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                raise
             weights = None
-            with connection, contextlib.suppress(LinkError):
+            # Of a LinkError, and of options that a broken connection does not take.
+            with connection, contextlib.suppress(OSError):
                 weights = self._receive(connection)
             if weights is not None:
                 yield weights

@@ -153,7 +153,7 @@ class RunProgressBar(PlainProgress):
             self._print(f"next: {command}", "bold")
 
     def say(self, text: str) -> None:
-        self._print(text, "yellow" if text.startswith("warning") else "")
+        self._print(text, "yellow" if text.lower().startswith("warning") else "")
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

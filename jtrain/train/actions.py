@@ -58,7 +58,15 @@ class Cadence:
             None if stream is None else stream.every_steps,
         )
 
-    def decide(self, step: int, *, is_save_due: bool, stop_requested: bool, data_ended: bool) -> Actions:
+    def decide(
+        self,
+        step: int,
+        *,
+        is_save_due: bool,
+        stop_requested: bool,
+        data_ended: bool,
+        is_send_due: bool = False,
+    ) -> Actions:
         """Returns the actions after `step`.
 
         Args:
@@ -66,6 +74,7 @@ class Cadence:
             made.
           stop_requested: a process of the run is to stop; nothing is evaluated for that.
           data_ended: the data has no batch for another step.
+          is_send_due: weights of an earlier step are still to be sent.
         """
         # The end of the data is the end of the run, as its last step is.
         is_complete = step == self.num_steps or data_ended
@@ -79,6 +88,7 @@ class Cadence:
             # Not where a save is due: the checkpoint then holds the same state.
             copy=self.copy_every_steps is not None and not save and step % self.copy_every_steps == 0,
             save=save,
-            # The last weights of a run are those that its readers go on with.
-            send=self.send_every_steps is not None and (is_complete or step % self.send_every_steps == 0),
+            # The last weights of a run are those that its readers go on with; a stop has no time for others.
+            send=self.send_every_steps is not None
+            and (is_complete or (not stop_requested and (is_send_due or step % self.send_every_steps == 0))),
         )

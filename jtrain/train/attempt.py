@@ -99,7 +99,8 @@ def train(
     saved_step = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=saved_step, changes=changes)
     if jax.process_index() == 0:
-        print_line("\n".join(setup.lines(home)))
+        stream_lines = [] if prepared.weights is None else [prepared.weights.line()]
+        print_line("\n".join([*setup.lines(home), *stream_lines]))
     job, mesh = setup.job, setup.mesh
 
     checkpoints = Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order)
@@ -253,14 +254,16 @@ def dry_run(
         # With `from_scratch` the history would be moved away, and nothing be refused.
         if not from_scratch:
             check_history(workdir, workdir / "checkpoints", from_scratch=False)
-        prepare(
+        weights = prepare(
             run,
             workdir=workdir,
             home=workdir,
             config_text=config_text,
             allow_change=allow_change,
             devices=devices,
-        )
+        ).weights
+        if weights is not None and jax.process_index() == 0:
+            print_line(weights.line())
     finally:
         # Printed for a run that is refused too: what it would need is part of the answer. Where the layout is
         # the mistake there is no plan, and the refusal says so.

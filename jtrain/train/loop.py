@@ -141,6 +141,7 @@ class Loop:
         checkpoints = self.attempt.checkpoints
         # `since` changes when a replay ends: then the state is given the new decisions.
         saved_step, is_save_due, decided_since = self.step, False, bad_steps.since
+        is_send_due = has_last_weights = False
         next_batch = self._next(batches)
         if self._cadence.evaluate_first and self.step == 0:
             self._evaluate(state)
@@ -156,6 +157,7 @@ class Loop:
                 is_save_due=is_save_due or checkpoints.should_save(self.step),
                 stop_requested=stop_requested,
                 data_ended=self.data_ended,
+                is_send_due=is_send_due,
             )
             # Before the state is saved or evaluated: bad results raise `WentBack`, or put the state in doubt.
             if actions.read_results:
@@ -174,8 +176,10 @@ class Loop:
                 self._save(state, batch, is_last=actions.is_last)
                 saved_step = self.step
             # After the save, which waits for no reader; and of no weights that the run may take back.
-            if actions.send and not is_in_doubt:
-                self._send(state, is_last=actions.is_last)
+            is_send_due = actions.send and is_in_doubt
+            has_last_weights = actions.send and actions.is_last
+            if actions.send and not is_in_doubt and not actions.is_last:
+                self._send(state, is_last=False)
             # After the step's own save: a save in flight may have failed, and its next try is decided here.
             checkpoints.check(self.step)
             if stop_requested and saved_step == self.step:
@@ -184,6 +188,11 @@ class Loop:
         # Every way out of the loop has saved the state that it leaves.
         assert saved_step == self.step, (saved_step, self.step)
         self._wait_for_saves()
+        # Only now: readers may take a minute, and whoever asked for a stop gives less for the save.
+        if has_last_weights:
+            self._send(state, is_last=True)
+        elif self.attempt.weights is not None:
+            self.attempt.weights.leave()
         return self.step
 
     @_phase("step")

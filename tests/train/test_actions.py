@@ -36,6 +36,15 @@ def test_the_last_step_is_saved_and_evaluated_only_if_the_data_ends(stop: bool, 
     assert actions == Actions(is_last=True, evaluate=ended, copy=False, save=True, send=ended)
 
 
+def test_weights_that_could_not_be_sent_are_owed_at_the_next_step() -> None:
+    """As a save is; a stop sends none, and neither does a run without readers."""
+    owed: dict[str, bool] = dict(is_save_due=False, data_ended=False, is_send_due=True)
+    assert names(CADENCE.decide(7, stop_requested=False, **owed)) == ["send"]
+    assert names(CADENCE.decide(7, stop_requested=True, **owed)) == ["save"]
+    assert names(decide(6, stop=True)) == ["save"]
+    assert names(decide(10, stop=True)) == ["evaluate", "save", "send"]
+
+
 def test_results_are_read_before_anything_that_needs_good_ones() -> None:
     """Every step with an action, and no other: the loop otherwise stays one step behind the devices."""
     assert [step for step in range(1, 11) if decide(step).read_results] == [2, 4, 5, 6, 8, 10]

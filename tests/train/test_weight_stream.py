@@ -1,7 +1,14 @@
 """Weights sent to readers while a run trains: those of its checkpoints, and none of a reader's troubles stops it."""
 
+import contextlib
+import errno
+import math
+import os
+import resource
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +20,27 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jtrain.checkpoint.files import MANIFEST
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.config.weight_stream_spec import read_token
 from jtrain.errors import FileError, UserError
 from jtrain.hf import workdirs
-from jtrain.hf.weight_folder import LATEST, write_step
-from jtrain.hf.weight_link import WeightReader, send_weights
+from jtrain.hf.mapping import DTYPES
+from jtrain.hf.weight_folder import LATEST, OWNER, check_owner, write_step
+from jtrain.hf.weight_link import SCHEMA, WeightReader, send_weights
 from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
+from jtrain.runtime.exit_codes import STOPPED
 from jtrain.runtime.link import meeting, protocol, socket_link
 from jtrain.runtime.link.protocol import LinkError
+from jtrain.runtime.link.socket_link import Link
 from jtrain.runtime.stores import workdir_path
 from jtrain.step.state import TrainState, init_state
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
+from jtrain.train.callbacks import Callback, DispatchedStep
 from jtrain.train.weight_stream import WeightStream
 
 SMALL = (
@@ -107,7 +119,12 @@ def test_a_folder_gets_the_weights_of_checkpoints(layout: str, tmp_path: Path) -
     """Bit for bit those that an export writes, by the same names; the newest two are kept, and `latest` names one."""
     train(tmp_path / "run", *STREAM, *LAYOUTS[layout])
     weights = tmp_path / "run" / "weights"
-    assert sorted(path.name for path in weights.iterdir()) == [LATEST, "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in weights.iterdir()) == [
+        LATEST,
+        OWNER,
+        "step-00000004",
+        "step-00000006",
+    ]
     assert (weights / LATEST).read_text() == "step-00000006\n"
     for step in (4, 6):
         streamed = load_file(weights / f"step-{step:08}" / "model.safetensors")
@@ -137,14 +154,22 @@ def test_an_adapter_is_merged_or_sent_alone(base_dtype: str, tmp_path: Path) -> 
 def test_a_reader_gets_every_tensor_over_a_link(token_file: str, tmp_path: Path) -> None:
     """In a set that is whole; the run's losses are none of the reader's business."""
     received: list[tuple[int, dict[str, np.ndarray]]] = []
+    is_saved: list[bool] = []
+
+    def receive() -> None:
+        for weights in reader:
+            received.append(weights)
+            is_saved.append((tmp_path / "run" / "checkpoints" / "6" / MANIFEST).is_file())
+
     with WeightReader("127.0.0.1:0", token_file) as reader:
-        thread = threading.Thread(target=lambda: received.extend(reader))
+        thread = threading.Thread(target=receive)
         thread.start()
         losses = train(tmp_path / "run", *to_port(reader.port, token_file), "weight_stream.every_steps=6")
         reader.close()
         thread.join()
     ((step, tensors),) = received
     assert step == 6
+    assert is_saved == [True], "the last weights leave after the last save"
     assert_same(tensors, exported(tmp_path / "run", 6, tmp_path / "out"))
     assert losses[-1] < losses[0] - 0.01
 
@@ -189,6 +214,145 @@ def test_weights_that_come_while_a_reader_is_silent_are_left_out(
             caller.close()
             stream.wait()
     assert said[1].startswith("WARNING: the weights of step 1 have not come to tcp://")
+
+
+@contextlib.contextmanager
+def slow_reader(
+    token_file: str, *, hang_ups: int = 0
+) -> Iterator[tuple[int, threading.Event, threading.Event]]:
+    """Port of a reader that hangs up so often, takes one set of weights and then works on it for ever.
+
+    Yields:
+      The port, an event that is set once it works, and one that ends its work.
+    """
+    is_working, may_end = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        for _ in range(hang_ups):
+            listening.accept()[0].close()
+        with listening.accept()[0] as connection:
+            connection.settimeout(5)
+            handshake = protocol.answering(read_token(token_file), 1, processes=2)
+            link = Link(connection, socket_link.converse(connection, handshake)[1])
+            for _ in range(link.receive(SCHEMA)[1]["tensors"]):
+                tensor = link.receive(SCHEMA)[1]
+                for _ in link.receive_content(math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize):
+                    pass
+            with link.working():
+                is_working.set()
+                may_end.wait()
+            link.send("taken")
+
+    with meeting.listen(("127.0.0.1", 0)) as listening:
+        listening.settimeout(60)  # of a test that fails before it calls
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield listening.getsockname()[1], is_working, may_end
+        finally:
+            may_end.set()
+            thread.join()
+
+
+class StopAt(Callback):
+    """Sends SIGTERM to this process in step 2, once a reader works on the weights of step 1."""
+
+    def __init__(self, is_working: threading.Event) -> None:
+        self._is_working = is_working
+
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        if dispatched.step == 2:
+            self._is_working.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_waits_for_no_reader(
+    token_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a reader does the state is saved, and no copy is made that the end of the process would drop."""
+    with slow_reader(token_file) as (port, is_working, _):
+        sets = ("mesh.data=1", "model.num_layers=1", "weight_stream.every_steps=1")
+        config, run = run_of(*sets, *to_port(port, token_file))
+        options: Any = dict(config_text=tree.flat(config), devices=jax.devices()[:1])
+        assert attempt.train(run, workdir=tmp_path, watchers=[StopAt(is_working)], **options) == STOPPED
+    (step,) = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} - {2}
+    assert step == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("weight_", "WARNING"))]
+    assert lines == [
+        f"weight_stream.to=tcp://127.0.0.1:{port}: beside the plan, a set takes 0.0005 GiB of the memory of process 0",
+        "weight_stream: the weights of step 2 are left out, as earlier ones are on their way",
+        f"weight_stream: weights that are on their way to tcp://127.0.0.1:{port} are left with the run",
+    ]
+
+
+def test_the_end_of_the_with_waits_for_the_weights(first_state: Any, tmp_path: Path) -> None:
+    """Also where nobody has said that they are the last, as in a loop of one's own."""
+    stream, said = stream_to(first_state, tmp_path)
+    with stream:
+        stream.send(3, first_state[2].params)
+    assert names(tmp_path / "weights") == [LATEST, OWNER, "step-00000003"]
+    assert said == []
+
+
+def test_a_reader_that_hangs_up_is_called_again_for_the_last_weights(
+    first_state: Any, token_file: str, tmp_path: Path
+) -> None:
+    """It may be at work on those before; nobody sends these anew."""
+    with slow_reader(token_file, hang_ups=1) as (port, is_working, may_end):
+        stream, said = stream_to(first_state, tmp_path, *to_port(port, token_file))
+        with stream:
+            stream.send(3, first_state[2].params, is_last=True)
+            is_working.wait()
+            may_end.set()
+    assert said == []
+
+
+def test_a_reader_waits_for_a_tensor_that_takes_long_to_make(token_file: str) -> None:
+    """Longer than its deadline: the run says that it is at work."""
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for number in range(2):
+            time.sleep(1.5)
+            yield f"t{number}", np.zeros(2, np.float32)
+
+    received: list[str] = []
+    with meeting.listen(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as connection:
+                connection.settimeout(1.0)
+                handshake = protocol.answering(read_token(token_file), 1, processes=2)
+                link = Link(connection, socket_link.converse(connection, handshake)[1])
+                for _ in range(link.receive(SCHEMA)[1]["tensors"]):
+                    received.append(link.receive(SCHEMA)[1]["name"])
+                    assert [len(block) for block in link.receive_content(8)] == [8]
+                link.send("taken")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        send_weights(listening.getsockname(), read_token(token_file), 1, tensors(), count=2, silence_s=1.0)
+        thread.join()
+    assert received == ["t0", "t1"]
+
+
+def test_a_reader_without_a_free_file_says_so(token_file: str) -> None:
+    """It is not closed: an iteration that ended would look like the end of the run."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        WeightReader("127.0.0.1:0", token_file) as reader,
+        socket.create_connection(("127.0.0.1", reader.port)),
+    ):
+        with open(os.devnull) as lowest:
+            first_free = lowest.fileno()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+            with pytest.raises(OSError) as raised:  # noqa: PT011  # its number is compared
+                next(iter(reader))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert raised.value.errno == errno.EMFILE
+        reader.close()
+        assert list(reader) == []
 
 
 def test_a_reader_that_takes_nothing_is_given_up(token_file: str) -> None:
@@ -247,30 +411,79 @@ def test_a_disk_that_cannot_be_written_to_costs_a_line(first_state: Any, tmp_pat
     with stream:
         stream.send(3, first_state[2].params, is_last=True)
     assert said[0].startswith("WARNING: the weights of step 3 have not come to weights (")
+    assert said[0].endswith(" They were the last.")
+
+
+def write_model(path: Path) -> None:
+    path.mkdir()
+    (path / "model").write_text(path.name)
+
+
+def fail(path: Path) -> None:
+    raise OSError("no room")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_step_is_whole_before_the_name_of_the_newest_changes(tmp_path: Path) -> None:
-    """What a killed write left, and steps that the run has gone back from, are removed."""
-
-    def write(path: Path) -> None:
-        path.mkdir()
-        (path / "model").write_text(path.name)
-
-    def fails(path: Path) -> None:
-        raise OSError("no room")
-
+    """What a killed write left, and steps that the run has gone back from, are removed; `latest` always names a
+    step that is there.
+    """
     for step in (10, 20, 30):
-        write_step(tmp_path, step, write, keep_last=3)
+        write_step(tmp_path, step, write_model, keep_last=3, workdir=tmp_path)
     (tmp_path / "step-00000040.tmp").mkdir()
     with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 40, fails, keep_last=3)
+        write_step(tmp_path, 40, fail, keep_last=3, workdir=tmp_path)
     assert (tmp_path / LATEST).read_text() == "step-00000030\n"
     with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 25, fails, keep_last=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
-    write_step(tmp_path, 25, write, keep_last=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000020", "step-00000025"]
+        write_step(tmp_path, 25, fail, keep_last=3, workdir=tmp_path)
+    assert names(tmp_path) == [LATEST, OWNER, "step-00000010", "step-00000020"]
+    assert (tmp_path / LATEST).read_text() == "step-00000020\n"
+    # Fewer are kept now: the others make room first, also for a write that fails.
+    with pytest.raises(OSError, match="no room"):
+        write_step(tmp_path, 30, fail, keep_last=1, workdir=tmp_path)
+    assert names(tmp_path) == [LATEST, OWNER, "step-00000020"]
+    write_step(tmp_path, 25, write_model, keep_last=2, workdir=tmp_path)
+    assert names(tmp_path) == [LATEST, OWNER, "step-00000020", "step-00000025"]
     assert (tmp_path / LATEST).read_text() == "step-00000025\n"
+    with pytest.raises(OSError, match="no room"):
+        write_step(tmp_path, 5, fail, keep_last=2, workdir=tmp_path)
+    assert names(tmp_path) == [OWNER]
+
+
+def test_what_the_run_has_not_written_stays(tmp_path: Path) -> None:
+    """Names that look alike, and a link to a directory of the user."""
+    others = ["step-00001000.mine", "step-5000", "step-000000001", "step-keep"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "step-keep")
+    for step in (2, 4, 6):
+        write_step(tmp_path, step, write_model, keep_last=1, workdir=tmp_path)
+    assert names(tmp_path) == sorted([LATEST, OWNER, "step-00000001", "step-00000006", *others])
+
+
+def test_a_folder_of_another_run_is_refused(first_state: Any, tmp_path: Path) -> None:
+    """By its workdir: a run that begins again finds its own, and so does one that was moved with its folder."""
+    folder = tmp_path / "policy"
+    write_step(folder, 2, write_model, keep_last=2, workdir=tmp_path / "one")
+    check_owner(folder, tmp_path / "one")
+    with pytest.raises(
+        UserError, match=r"the weights of another run, --workdir .*/one, and each run removes"
+    ):
+        stream_to(first_state, tmp_path / "two", f"weight_stream.to={folder}")
+    with pytest.raises(UserError, match="the weights of another run"):
+        write_step(folder, 4, write_model, keep_last=1, workdir=tmp_path / "two")
+    assert names(folder) == [LATEST, OWNER, "step-00000002"]
+
+    write_step(tmp_path / "one" / "weights", 2, write_model, keep_last=2, workdir=tmp_path / "one")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    check_owner(tmp_path / "moved" / "weights", tmp_path / "moved")
+    (folder / OWNER).unlink()
+    (folder / OWNER).mkdir()
+    with pytest.raises(FileError, match=r"policy/owner, which tells whose weights these are, cannot be read"):
+        stream_to(first_state, tmp_path / "one", f"weight_stream.to={folder}")
 
 
 @pytest.mark.parametrize(
