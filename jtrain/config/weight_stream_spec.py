@@ -17,7 +17,7 @@ class WeightStreamSpec:
     to: a folder, in the workdir if it is relative, that gets a model directory `step-00000100` each time, and then
       its name in the file `latest`; or tcp://HOST:PORT, where a `jtrain.hf.weight_link.WeightReader` listens.
     every_steps: steps between two sets of weights; those of the last step are sent as well.
-    keep_last: folders that are kept.
+    keep_last: folders that are kept; the disk holds one more while that is written.
     dtype: of the weights; None for that of an export.
     only_adapter: sends A and B of the adapter as peft has them; False merges them into the model.
     token_file: file with the secret by which run and reader know each other, for tcp://.

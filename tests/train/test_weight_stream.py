@@ -279,7 +279,7 @@ def test_a_stop_waits_for_no_reader(
     assert step == 3
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("weight_", "WARNING"))]
     assert lines == [
-        f"weight_stream.to=tcp://127.0.0.1:{port}: beside the plan, a set takes 0.0005 GiB of the memory of process 0",
+        f"weight_stream.to=tcp://127.0.0.1:{port}: beside the plan, a set takes 0.0003 GiB of the memory of process 0",
         "weight_stream: the weights of step 2 are left out, as earlier ones are on their way",
         f"weight_stream: weights that are on their way to tcp://127.0.0.1:{port} are left with the run",
     ]

@@ -109,6 +109,7 @@ _STREAMS: dict[str, Words] = {
     "knows the run by a token that both read from a file": sets(
         "weight_stream.to=tcp://host:7000", of=STREAM
     ),
+    "holds the weights of another run, --workdir ": sets("weight_stream.to=../../policy", of=STREAM),
     "sends A and B of an adapter and nothing else": sets("weight_stream.only_adapter=True", of=STREAM),
 }
 

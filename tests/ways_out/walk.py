@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jtrain.hf.weight_folder import OWNER
 from tests.data.pretokenized.foreign_writers import write_mds, write_parquet_ids, write_raw
 from tests.ways_out.follow import Words, ways_out
 
@@ -63,6 +64,8 @@ class Walk:
             (folder / "corpus" / f"{number}.txt").write_text(f"document {number} and no more. " * 80)
         _write_machines(folder)
         _write_tokens(folder)
+        (folder / "policy").mkdir()
+        (folder / "policy" / OWNER).write_text("../other\n")
         self.values = {
             "--count": "16",
             "--config": "tiny",
