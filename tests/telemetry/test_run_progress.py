@@ -44,7 +44,7 @@ def run_on_terminal(stream: ProgressStream, workdir: Path, *, mfu: float | None)
                 metrics.evaluation(
                     step, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)}
                 )
-                metrics.say("warning: the disk fills")
+                metrics.say("WARNING: the disk fills")
         metrics.say("done: 1000 steps in 62 s")
         # No such folder is there: a store is not listed, but the folder on this machine.
         metrics.end(Path("runs/tiny"), NEXT)

@@ -244,7 +244,7 @@ def slow_reader(
             link.send("taken")
 
     with meeting.listen(("127.0.0.1", 0)) as listening:
-        listening.settimeout(60)  # of a test that fails before it calls
+        listening.settimeout(30)  # of a test that fails before it calls
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
@@ -262,7 +262,7 @@ class StopAt(Callback):
 
     def on_step(self, dispatched: DispatchedStep) -> None:
         if dispatched.step == 2:
-            self._is_working.wait()
+            assert self._is_working.wait(30)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -302,7 +302,7 @@ def test_a_reader_that_hangs_up_is_called_again_for_the_last_weights(
         stream, said = stream_to(first_state, tmp_path, *to_port(port, token_file))
         with stream:
             stream.send(3, first_state[2].params, is_last=True)
-            is_working.wait()
+            assert is_working.wait(30)
             may_end.set()
     assert said == []
 
