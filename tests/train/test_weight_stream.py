@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,14 @@ def run_of(*sets: str, fiddlers: tuple[str, ...] = ("stream",)) -> tuple[fdl.Con
     return config, build_run(config)
 
 
-def train(workdir: Path, *sets: str, fiddlers: tuple[str, ...] = ("stream",)) -> list[float]:
+def train(
+    workdir: Path, *sets: str, fiddlers: tuple[str, ...] = ("stream",), watchers: Sequence[Callback] = ()
+) -> list[float]:
     """Losses of a run's steps."""
     config, run = run_of("mesh.data=1", *sets, fiddlers=fiddlers)
     devices = jax.devices()[: run.mesh.size]
-    assert attempt.train(run, workdir=workdir, config_text=tree.flat(config), devices=devices) == 0
+    options: Any = dict(config_text=tree.flat(config), devices=devices, watchers=watchers)
+    assert attempt.train(run, workdir=workdir, **options) == 0
     return [line["loss_nats"] for line in metrics.read(workdir / metrics.FILE) if "loss_nats" in line]
 
 
@@ -112,13 +115,28 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+class Patient(Callback):
+    """Has the steps wait for weights that are on their way: none are left out on a slow disk."""
+
+    def __init__(self, weights: Path, *, every_steps: int) -> None:
+        self._weights, self._every_steps = weights, every_steps
+
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        num_sets, steps_since = divmod(dispatched.step, self._every_steps)
+        name = f"step-{num_sets * self._every_steps:08}\n"
+        latest, until_s = self._weights / LATEST, time.monotonic() + 60
+        while num_sets and steps_since and not (latest.is_file() and latest.read_text() == name):
+            assert time.monotonic() < until_s, name
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=[pytest.mark.slow] * (n != "zero 3")) for n in LAYOUTS]
 )
 def test_a_folder_gets_the_weights_of_checkpoints(layout: str, tmp_path: Path) -> None:
     """Bit for bit those that an export writes, by the same names; the newest two are kept, and `latest` names one."""
-    train(tmp_path / "run", *STREAM, *LAYOUTS[layout])
     weights = tmp_path / "run" / "weights"
+    train(tmp_path / "run", *STREAM, *LAYOUTS[layout], watchers=[Patient(weights, every_steps=2)])
     assert sorted(path.name for path in weights.iterdir()) == [
         LATEST,
         OWNER,
