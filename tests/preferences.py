@@ -113,9 +113,7 @@ class PreferenceStep:
         scale = dict(adapter_scale=LORA.scale) if self.has_adapter else {}
         fields = dict(compute_dtype="float32") | own | fields
         self.layout = layout_from(fields, self.spec, self.infos, **scale)
-        self.optimizer = optimizer = build(
-            ADAMW, num_steps=2, params=map_params(lambda info: info, self.infos)
-        )
+        optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, self.infos))
         self.step = make_train_step(self.model, optimizer, self.layout, self.mesh, objective=objective)
         self.state = init_state(self.layout, optimizer, self.mesh, seed=0)
         if started and self.has_adapter:
@@ -141,25 +139,7 @@ class PreferenceStep:
     @functools.cached_property
     def result(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Metrics, and the gradient (times 1 - b1) of the first step by path."""
-        return self._result_of(self.state)
-
-    @functools.cached_property
-    def rounded(self) -> dict[str, np.ndarray]:
-        """The gradient of parameters that are one rounding of float32 away: what any order of sums may change."""
-        rng = np.random.default_rng(0)
-
-        def moved(value: Any) -> np.ndarray:
-            return (value * (1 + 2.0**-23 * rng.choice((-1, 1), value.shape))).astype(value.dtype)
-
-        # The step took the memory of the first state; its shape and places are the same.
-        state = init_state(self.layout, self.optimizer, self.mesh, seed=0)
-        params = jax.tree.map(
-            lambda x, like: jax.device_put(moved(x), like.sharding), self.params, state.params
-        )
-        return self._result_of(TrainState(**{**vars(state), "params": params}))[1]
-
-    def _result_of(self, state: TrainState) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        state, metrics = self.step(state, self.batch)
+        state, metrics = self.step(self.state, self.batch)
         order = np.argsort(self.layout.pipeline.order) if self.layout.pipeline else slice(None)
         moments: Any = map_params(
             lambda info, x: np.asarray(x)[order] if info.is_stacked else np.asarray(x),

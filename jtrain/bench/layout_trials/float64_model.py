@@ -80,11 +80,7 @@ def _objective(model: Model, p: Any, batch: Any) -> Any:
     has_target = target >= 0
     # A batch without any target has a loss of 0, not nan.
     count = jnp.maximum(has_target.sum(), 1)
-    x, router, closest = _hidden(model, p, batch)
-    unembed = p["embed_VD"].T if model.tied else p["unembed_DV"]
-    logits = x @ unembed * model.logit_scale
-    if model.logit_soft_cap is not None:
-        logits = model.logit_soft_cap * jnp.tanh(logits / model.logit_soft_cap)
+    logits, router, closest = logits_of(model, p, batch)
     partition = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
     nats = jnp.where(has_target, partition - picked, 0.0)
@@ -93,6 +89,16 @@ def _objective(model: Model, p: Any, batch: Any) -> Any:
     # Routers read prompts too: their losses are a mean over all tokens but padding.
     num_read = jnp.maximum((batch["segment_BL"] != 0).sum(), 1)
     return loss + penalty.sum() / count + router / num_read, (loss, nats, closest)
+
+
+def logits_of(model: Model, p: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Logits [B, L, V], the sum of the routers' losses, and how close any choice or kink was to going the other way."""
+    x, router, closest = _hidden(model, p, batch)
+    unembed = p["embed_VD"].T if model.tied else p["unembed_DV"]
+    logits = x @ unembed * model.logit_scale
+    if model.logit_soft_cap is not None:
+        logits = model.logit_soft_cap * jnp.tanh(logits / model.logit_soft_cap)
+    return logits, router, closest
 
 
 def _hidden(model: Model, p: Any, batch: Any) -> Any:
