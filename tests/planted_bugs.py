@@ -1,18 +1,10 @@
 """Bugs that quick tests find: what each replaces, and the test that finds it."""
 
-from typing import NamedTuple
+from tests.planted_bugs_of_models import BUGS_OF_MODELS
+from tests.planting import Bug
 
 KERNELS = "kernels/jtrain_kernels/"
 OVERLAP = "tests/kernels/overlap/"
-
-
-class Bug(NamedTuple):
-    """Replacement of `old`, which occurs once in `file`, by `new`; `test` finds it."""
-
-    file: str
-    old: str
-    new: str
-    test: str
 
 
 FUSED = OVERLAP + "test_gpu_fabric.py::test_the_fused_kernels_give_the_product_although_senders_are_late"
@@ -26,12 +18,9 @@ IN_8_BITS = "tests/step/test_fp8.py::test_delayed_scaling_is_the_same_on_any_lay
 HOSTS_CORES = "tests/step/test_host_offload.py::test_the_hosts_cores_compute_the_same_update"
 DTYPES = "tests/step/test_dtypes.py"
 NOISE = "tests/optim/test_state_rounding.py::test_no_two_roundings_share_their_noise"
-PACKED = "tests/model/test_recurrent.py::test_documents_of_one_row_know_nothing_of_each_other"
-ONE_DEVICE = "tests/bench/test_descriptions.py::test_one_device_computes_what_the_papers_say"
 COLLATED = "tests/data/constructor/test_collate.py"
-DROPS = "tests/step/test_adapter_dropout.py::"
 
-BUGS = {
+BUGS = BUGS_OF_MODELS | {
     # A batch whose rows are all alike hides these: the wrong microbatch, group, or row.
     "stages: backward passes with positions and documents of the forward pass": Bug(
         "jtrain/step/pipelined.py",
@@ -68,84 +57,6 @@ BUGS = {
         "leaf = jnp.where(present, leaf, _take(slots, slot, index))",
         "pass",
         "tests/pipeline/test_executor.py::test_what_workers_compute_without_a_microbatch_is_not_kept",
-    ),
-    # Dropout that depends on who computes it.
-    "dropout of an adapter: devices along tensor drop the inputs of the first": Bug(
-        "jtrain/step/zero.py",
-        'first = (jax.lax.axis_index("tensor") * local_inputs)',
-        'first = (0 * jax.lax.axis_index("tensor") * local_inputs)',
-        DROPS + "test_a_layout_drops_the_same_numbers",
-    ),
-    "dropout of an adapter: columns as they lie on the device": Bug(
-        "jtrain/step/train_step.py",
-        "index_in_batch(rows, placement.context.position_L(columns))",
-        "index_in_batch(rows, jnp.arange(columns))",
-        DROPS + "test_a_layout_drops_the_same_numbers",
-    ),
-    "dropout of an adapter: the same mask in every step": Bug(
-        "jtrain/model/adapters/dropout.py",
-        "mix_bits(step.astype(jnp.uint32) +",
-        "mix_bits(0 * step.astype(jnp.uint32) +",
-        DROPS + "test_the_kept_share_is_what_the_rate_leaves_and_each_draw_is_its_own",
-    ),
-    "peft: up before gate in a tensor of both": Bug(
-        "jtrain/hf/peft_tensors.py",
-        "part=int(is_up)",
-        "part=int(not is_up)",
-        "tests/hf/test_peft_folders.py::test_logits_and_gradients_are_those_of_peft",
-    ),
-    # What a family gets wrong.
-    "a window that reaches beyond its document": Bug(
-        KERNELS + "attention/chunks.py",
-        "jnp.where(same_BLM & seen_LM[None], 0.0, -jnp.inf)",
-        "jnp.where((same_BLM | (self.first > 0)) & seen_LM[None], 0.0, -jnp.inf)",
-        "tests/kernels/test_attention.py::test_a_window_is_its_formula_in_any_chunk",
-    ),
-    "a router's balance counts padding": Bug(
-        "jtrain/model/router.py",
-        "jnp.where(valid_BL[..., None, None], chosen_BLSX, 0)",
-        "chosen_BLSX",
-        ONE_DEVICE,
-    ),
-    "a router's squared log-partition counts padding": Bug(
-        "jtrain/model/router.py", "jnp.where(valid_BL, z_BL, 0.0)", "z_BL", ONE_DEVICE
-    ),
-    "a tied head exported twice": Bug(
-        "jtrain/hf/mapping.py",
-        "        yield name, theirs\n",
-        "        yield name, theirs\n"
-        '        if model.tie_embeddings and "embed" in name:\n            yield "lm_head.weight", theirs\n',
-        "tests/hf/test_mapping.py::test_a_tied_head_is_exported_once",
-    ),
-    "the last dims of a head rotated, not its first": Bug(
-        "jtrain/model/attention.py",
-        "ops.rope(x_BLNH[..., :rotated_dims], cos_BLR, sin_BLR)",
-        "ops.rope(x_BLNH[..., -rotated_dims:], cos_BLR, sin_BLR)",
-        ONE_DEVICE,
-    ),
-    "a rotation to the other side": Bug(
-        KERNELS + "rope/api.py",
-        "[a * cos - b * sin, b * cos + a * sin]",
-        "[a * cos + b * sin, b * cos - a * sin]",
-        ONE_DEVICE,
-    ),
-    "groups of sequences: documents of the first group for all": Bug(
-        "jtrain/model/sequence_groups.py",
-        "in (x_BLD, *rotation, segment_BL)]",
-        "in (x_BLD, *rotation, jnp.tile(segment_BL[: len(segment_BL) // groups], (groups, 1)))]",
-        "tests/step/test_tensor_overlap.py::test_groups_of_sequences_are_not_a_model",
-    ),
-    "a convolution sees the document before": Bug(
-        KERNELS + "short_conv/api.py",
-        "same_BL = segment[:, w : w + L] == segment_BL",
-        "same_BL = segment[:, w : w + L] >= 0",
-        PACKED,
-    ),
-    "a state goes on into the next document": Bug(
-        KERNELS + "recurrence/documents.py",
-        "return jnp.cumsum(filled_BL != before_BL, axis=1, dtype=jnp.int32), filled_BL[:, -1]",
-        "return jnp.zeros_like(filled_BL), filled_BL[:, -1]",
-        PACKED,
     ),
     # One block, chunk or slice hides these.
     "collation: positions from the beginning of the batch": Bug(

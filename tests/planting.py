@@ -4,8 +4,18 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+
+
+class Bug(NamedTuple):
+    """Replacement of `old`, which occurs once in `file`, by `new`; `test` finds it."""
+
+    file: str
+    old: str
+    new: str
+    test: str
 
 
 def copy_tree(tree: Path, *ignored: str) -> Path:

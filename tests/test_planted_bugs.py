@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted_bugs import BUGS, Bug
-from tests.planting import ROOT, copy_tree, plantable, planted
+from tests.planted_bugs import BUGS
+from tests.planting import ROOT, Bug, copy_tree, plantable, planted
 
 LIMIT_S = 150
 """Time limit of a test in the copy, longer than that of the processes it starts (`test_gpu_fabric.py`): what a bug

@@ -35,6 +35,7 @@ from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
+from jtrain.step.layout_choices import check_layers
 from jtrain.step.objective import DPO, ObjectiveSpec
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.xla_options import Deterministic
@@ -216,7 +217,7 @@ def validate(run: Run) -> None:
     # Checks that heads, widths and vocabulary split over the mesh,
     # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
-    run.model.check_layout(run.layout, run.mesh)
+    check_layers(run.model, run.layout, run.mesh)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))

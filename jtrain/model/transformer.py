@@ -16,12 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
-from jtrain.layout.layout_spec import LayoutSpec
-from jtrain.layout.mesh import MeshSpec
 from jtrain.model import ops
 from jtrain.model.attention import AttentionSpec
-from jtrain.model.block import Block, Blocks, BlockSpec, check_blocks, check_router_losses
-from jtrain.model.embedding import check_embedding_norm, embedding_rows, normalized
+from jtrain.model.block import Block, Blocks, BlockSpec, check_router_losses
+from jtrain.model.embedding import embedding_rows, normalized
 from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mixer import Rotation
@@ -138,16 +136,6 @@ class Transformer(nnx.Module):
                 f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
             )
         check_router_losses((*self.first, *self.period))
-
-    def check_layout(self, layout: LayoutSpec, mesh: MeshSpec) -> None:
-        """Refuses a layout that does not compute one of the layers.
-
-        Raises:
-          UserError: names the option, the field of the model and the way out.
-        """
-        check_blocks(self.blocks, layout, mesh)
-        if self.embedding_norm:
-            check_embedding_norm(mesh.stage)
 
     @property
     def sizes(self) -> ModelSizes:
@@ -293,10 +281,8 @@ class Transformer(nnx.Module):
             for block in (merged,) if isinstance(merged, Block) else merged:
                 rotation = self.rotation(block, shared)
                 if (groups := placement.sequence_groups) > 1:
-                    group_options: Any = dict(
-                        groups=groups, tensor=placement.tensor, context=placement.context
-                    )
-                    x_BLD = block_in_groups(block, x_BLD, rotation, shared[1], **group_options)
+                    options: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
+                    x_BLD = block_in_groups(block, x_BLD, rotation, shared[1], **options)
                     continue
                 x_BLD, losses = block(
                     x_BLD,

@@ -16,7 +16,7 @@ from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors
 from jtrain.plan.search_task import Point, SearchTask, estimate_job, fits, with_step_time
-from jtrain.step.layout_choices import changes_of_one
+from jtrain.step.layout_choices import changes_of_one, check_layers
 
 FASTER = 0.01
 """Share of a step by which a change must be faster to be worth a line, or a step of the search."""
@@ -55,7 +55,7 @@ def _estimated(
     try:
         layout = point.job.layout.relaid(spec, mesh, pipeline)
         job = dataclasses.replace(point.job, layout=layout)
-        job.model.check_layout(spec, mesh)
+        check_layers(job.model, spec, mesh)
         check_layout(job.optimizer, layout)
         return estimate_job(task, job, timed=False)
     except ValueError:

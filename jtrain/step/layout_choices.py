@@ -12,7 +12,10 @@ from typing import Any, Literal
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
+from jtrain.model.block import check_blocks
+from jtrain.model.embedding import check_embedding_norm
 from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.transformer import Transformer
 
 type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
 EVERY: ZeroStages = (0, 1, 2, 3)
@@ -130,6 +133,17 @@ def with_remat(spec: LayoutSpec, names: tuple[str, ...] | None) -> LayoutSpec:
 
 
 _MAX_GROUPS = 4
+
+
+def check_layers(model: Transformer, spec: LayoutSpec, mesh: MeshSpec) -> None:
+    """Refuses a layout that does not compute one of the layers.
+
+    Raises:
+      UserError: names the option, the field of the model and the way out.
+    """
+    check_blocks(model.blocks, spec, mesh)
+    if model.embedding_norm:
+        check_embedding_norm(mesh.stage)
 
 
 def changes_of_one(spec: LayoutSpec, mesh: MeshSpec, *, rows: int, asked: LayoutSpec) -> Iterator[LayoutSpec]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -30,7 +30,8 @@ from jtrain.step.host_offload import (
     to_device,
     to_host,
 )
-from jtrain.step.zero import gather_updated, own_shard, param_tree
+from jtrain.step.torus_collectives import gather_shards
+from jtrain.step.zero import param_tree
 
 _COUNT = "not_finite"
 """Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
@@ -235,3 +236,42 @@ def _streamed_update(
     return jax.shard_map(
         update_shards, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False
     )(scalars, grads, states)
+
+
+def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
+    """Slices from a whole parameter the shard whose optimizer state each device holds."""
+    if p.param == p.optimizer:
+        return param
+    dim = p.zero_dim
+    assert dim is not None
+
+    def slice_shard(full_param: Array) -> Array:
+        size = full_param.shape[dim] // layout.mesh.zero_shards
+        return jax.lax.dynamic_slice_in_dim(
+            full_param, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
+        )
+
+    return jax.shard_map(slice_shard, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(
+        param
+    )
+
+
+def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
+    """Gathers the parameter that `own_shard` sliced.
+
+    Shards are gathered along a new leading dimension and then moved into place. With a gather directly into
+    the donated parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its
+    end.
+    """
+    if p.param == p.optimizer:
+        return shard
+    dim = p.zero_dim
+    assert dim is not None
+
+    def gather_param(shard: Array) -> Array:
+        parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
+        return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+
+    return jax.shard_map(gather_param, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(
+        shard
+    )

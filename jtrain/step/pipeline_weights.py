@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain.layout.layout import Layout
+from jtrain.model.adapters.dropout_keys import with_dropout_keys
 from jtrain.model.forward_placement import Placement
 from jtrain.model.fp8_scaling import amax_probes, fp8_weights, with_fp8
 from jtrain.model.param import Params
@@ -15,7 +16,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.pipeline_chunks import StageChunks
 from jtrain.step.pipeline_ticks import ticks_of
-from jtrain.step.zero import attach_values, placement_of, with_dropout_keys
+from jtrain.step.zero import attach_values, placement_of
 
 
 def pipeline_placement(layout: Layout) -> Placement:

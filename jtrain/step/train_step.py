@@ -30,6 +30,7 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.adapters.dropout import token_bits
+from jtrain.model.adapters.dropout_keys import with_dropout_keys
 from jtrain.model.fp8_scaling import advance_scaling, amax_probes, check_matmul_dtype, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
@@ -56,7 +57,6 @@ from jtrain.step.zero import (
     psum_batch,
     trained_part,
     trained_tree,
-    with_dropout_keys,
 )
 
 BATCH_SPEC = P(BATCH_AXES, "context")

@@ -7,15 +7,11 @@ every gradient: it is summed over each axis that does not split its parameter.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from jtrain.layout.dims import ParamInfo
@@ -23,7 +19,7 @@ from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.adapters.block_quantization import BlockQuantized, dequantize, is_quantized
-from jtrain.model.adapters.dropout import KEY, matrix_key
+from jtrain.model.adapters.dropout import KEY
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, at_path, map_params
@@ -179,40 +175,6 @@ def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
         return Detached(array, value) if _is_detached(layout, p) else array
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
-
-
-def with_dropout_keys(layout: Layout, weights: Params) -> Params:
-    """Adds what tells the dropout of one matrix and layer from that of another, if the adapter has dropout.
-
-    Beside A and B of each target: the key of `adapters.dropout.matrix_key`, and the number of the first input that
-    this device has, uint32 [2] for each of its layers.
-
-    Args:
-      weights: as layers read them, from `attach_values`.
-    """
-    if layout.adapter_dropout is None:
-        return weights
-    leaves: dict[str, Any] = {}
-    for p in layout.trained:
-        target, _, matrix = p.info.path.rpartition(".")
-        if not (p.info.is_adapter and matrix.startswith("A_")):
-            continue
-        stacked, size = p.info.is_stacked, p.info.shape
-        order = (p.info.layer_order or range(size[0])) if stacked else 0
-        # An identity layer of a pipeline is layer -1: its weights are 0, so its mask means nothing.
-        key = matrix_key(target, jnp.asarray(np.asarray(order, np.int64).astype(np.uint32)))
-        if p.staged and stacked:
-            stages = key.reshape(layout.mesh.stage, -1)
-            key = jax.lax.dynamic_index_in_dim(stages, jax.lax.axis_index("stage"), keepdims=False)
-        first = jnp.uint32(0)
-        if p.tensor_dim is not None and layout.mesh.tensor > 1:
-            # Heads, or F, come first among the inputs, so a device has neighbouring ones.
-            assert p.tensor_dim == stacked, p.info.path
-            local_inputs = math.prod(size[stacked:-1]) // layout.mesh.tensor
-            first = (jax.lax.axis_index("tensor") * local_inputs).astype(jnp.uint32)
-        key_2 = jnp.stack([key, jnp.broadcast_to(first, key.shape)], axis=-1)
-        leaves[f"{target}.{KEY}"] = Detached(None, key_2) if stacked else key_2
-    return unflatten_dict({**flatten_dict(weights, sep="."), **leaves}, sep=".")
 
 
 def gathers_once(layout: Layout) -> bool:
@@ -396,45 +358,6 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     # Counts of tokens are exact in float32 only.
     dtype = "float32" if p.info.init == "load" else layout.precision.reduce_dtype
     return jax.lax.psum(grad.astype(dtype), axes).astype(jnp.float32)
-
-
-def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
-    """Slices from a whole parameter the shard whose optimizer state each device holds."""
-    if p.param == p.optimizer:
-        return param
-    dim = p.zero_dim
-    assert dim is not None
-
-    def slice_shard(full_param: Array) -> Array:
-        size = full_param.shape[dim] // layout.mesh.zero_shards
-        return jax.lax.dynamic_slice_in_dim(
-            full_param, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
-        )
-
-    return jax.shard_map(slice_shard, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(
-        param
-    )
-
-
-def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
-    """Gathers the parameter that `own_shard` sliced.
-
-    Shards are gathered along a new leading dimension and then moved into place. With a gather directly into
-    the donated parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its
-    end.
-    """
-    if p.param == p.optimizer:
-        return shard
-    dim = p.zero_dim
-    assert dim is not None
-
-    def gather_param(shard: Array) -> Array:
-        parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
-        return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
-
-    return jax.shard_map(gather_param, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(
-        shard
-    )
 
 
 def psum_batch(layout: Layout, x: Array) -> Array:

@@ -26,7 +26,7 @@ from jtrain.plan.search import meshes, resolve_as_needed, search
 from jtrain.plan.search_task import Point, SearchTask, estimate_job, evaluate, fits
 from jtrain.plan.single_changes import faster_changes, refine
 from jtrain.plan.staged_search import search_with_stages
-from jtrain.step.layout_choices import changed_settings
+from jtrain.step.layout_choices import changed_settings, check_layers
 
 
 def test_the_first_lines_of_a_plan_say_how_far_it_is_from_the_best(
@@ -163,7 +163,7 @@ def drawn(task: SearchTask, point: Point, rng: random.Random) -> Point | None:
                 chunks = rng.choice((2, 3, 4)) if name == "interleaved" else 1
                 pipeline = PipelineSpec(name, chunks, rng.choice(("tick", "step")))
         layout = point.job.layout.relaid(spec, mesh, pipeline)
-        point.job.model.check_layout(spec, mesh)
+        check_layers(point.job.model, spec, mesh)
         changed = estimate_job(task, dataclasses.replace(point.job, layout=layout), timed=True)
     except ValueError:
         return None

@@ -1,10 +1,8 @@
 """Weights sent to readers while a run trains: those of its checkpoints, and none of a reader's troubles stops it."""
 
 import contextlib
-import errno
 import math
 import os
-import resource
 import signal
 import socket
 import threading
@@ -15,7 +13,6 @@ from typing import Any
 
 import fiddle as fdl
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -29,12 +26,11 @@ from jtrain.errors import FileError, UserError
 from jtrain.hf import workdirs
 from jtrain.hf.mapping import DTYPES
 from jtrain.hf.weight_folder import LATEST, OWNER, check_owner, write_step
-from jtrain.hf.weight_link import SCHEMA, WeightReader, send_weights
+from jtrain.hf.weight_link import SCHEMA, WeightReader
 from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.exit_codes import STOPPED
 from jtrain.runtime.link import meeting, protocol, socket_link
-from jtrain.runtime.link.protocol import LinkError
 from jtrain.runtime.link.socket_link import Link
 from jtrain.runtime.stores import workdir_path
 from jtrain.step.state import TrainState, init_state
@@ -325,104 +321,6 @@ def test_a_reader_that_hangs_up_is_called_again_for_the_last_weights(
     assert said == []
 
 
-def test_a_reader_waits_for_a_tensor_that_takes_long_to_make(token_file: str) -> None:
-    """Longer than its deadline: the run says that it is at work."""
-
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for number in range(2):
-            time.sleep(1.5)
-            yield f"t{number}", np.zeros(2, np.float32)
-
-    received: list[str] = []
-    with meeting.listen(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            with listening.accept()[0] as connection:
-                connection.settimeout(1.0)
-                handshake = protocol.answering(read_token(token_file), 1, processes=2)
-                link = Link(connection, socket_link.converse(connection, handshake)[1])
-                for _ in range(link.receive(SCHEMA)[1]["tensors"]):
-                    received.append(link.receive(SCHEMA)[1]["name"])
-                    assert [len(block) for block in link.receive_content(8)] == [8]
-                link.send("taken")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        send_weights(listening.getsockname(), read_token(token_file), 1, tensors(), count=2, silence_s=1.0)
-        thread.join()
-    assert received == ["t0", "t1"]
-
-
-def test_a_reader_without_a_free_file_says_so(token_file: str) -> None:
-    """It is not closed: an iteration that ended would look like the end of the run."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with (
-        WeightReader("127.0.0.1:0", token_file) as reader,
-        socket.create_connection(("127.0.0.1", reader.port)),
-    ):
-        with open(os.devnull) as lowest:
-            first_free = lowest.fileno()
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
-            with pytest.raises(OSError) as raised:  # noqa: PT011  # its number is compared
-                next(iter(reader))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert raised.value.errno == errno.EMFILE
-        reader.close()
-        assert list(reader) == []
-
-
-def test_a_reader_that_takes_nothing_is_given_up(token_file: str) -> None:
-    """After the deadline of a frame: 8 MiB do not fit into the buffers of a connection."""
-    token = read_token(token_file)
-    with meeting.listen(("127.0.0.1", 0)) as listening:
-
-        def shake_hands() -> None:
-            connection, _ = listening.accept()
-            connections.append(connection)
-            socket_link.converse(connection, protocol.answering(token, 1, processes=2))
-
-        connections: list[socket.socket] = []
-        thread = threading.Thread(target=shake_hands)
-        thread.start()
-        tensors = iter([(f"t{number}", np.zeros(1 << 20, np.float32)) for number in range(8)])
-        with pytest.raises(LinkError, match=r"were not taken in 0\.3 s"):
-            send_weights(listening.getsockname(), token, 1, tensors, count=8, silence_s=0.3)
-        thread.join()
-        connections[0].close()
-
-
-def test_a_set_that_breaks_off_and_a_stranger_yield_nothing(token_file: str) -> None:
-    """The set behind them comes whole, in bfloat16 and with tensors of no element."""
-    sent = {
-        "a": np.arange(600_000, dtype=np.float32).reshape(2, -1),
-        "b": np.arange(6).astype(ml_dtypes.bfloat16),
-        "c": np.zeros((0, 3), np.float32),
-    }
-    with WeightReader("127.0.0.1:0", token_file) as reader:
-        address, token, weights = ("127.0.0.1", reader.port), read_token(token_file), iter(reader)
-        received: list[Any] = []
-        thread = threading.Thread(target=lambda: received.append(next(weights)))
-        thread.start()
-
-        def breaks_off() -> Iterator[tuple[str, np.ndarray]]:
-            yield "a", sent["a"]
-            raise RuntimeError
-
-        with pytest.raises(RuntimeError):
-            send_weights(address, token, 1, breaks_off(), count=3)
-        with pytest.raises(LinkError):
-            send_weights(address, b"another secret of 32 bytes or so", 2, iter(sent.items()), count=3)
-        send_weights(address, token, 3, iter(sent.items()), count=3)
-        thread.join()
-    ((step, tensors),) = received
-    assert step == 3
-    for name, array in sent.items():
-        assert (tensors[name].dtype, tensors[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(tensors[name], array)
-
-
 def test_a_disk_that_cannot_be_written_to_costs_a_line(first_state: Any, tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file where the folder would be")
     stream, said = stream_to(first_state, tmp_path)
@@ -437,49 +335,8 @@ def write_model(path: Path) -> None:
     (path / "model").write_text(path.name)
 
 
-def fail(path: Path) -> None:
-    raise OSError("no room")
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_step_is_whole_before_the_name_of_the_newest_changes(tmp_path: Path) -> None:
-    """What a killed write left, and steps that the run has gone back from, are removed; `latest` always names a
-    step that is there.
-    """
-    for step in (10, 20, 30):
-        write_step(tmp_path, step, write_model, keep_last=3, workdir=tmp_path)
-    (tmp_path / "step-00000040.tmp").mkdir()
-    with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 40, fail, keep_last=3, workdir=tmp_path)
-    assert (tmp_path / LATEST).read_text() == "step-00000030\n"
-    with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 25, fail, keep_last=3, workdir=tmp_path)
-    assert names(tmp_path) == [LATEST, OWNER, "step-00000010", "step-00000020"]
-    assert (tmp_path / LATEST).read_text() == "step-00000020\n"
-    # Fewer are kept now: the others make room first, also for a write that fails.
-    with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 30, fail, keep_last=1, workdir=tmp_path)
-    assert names(tmp_path) == [LATEST, OWNER, "step-00000020"]
-    write_step(tmp_path, 25, write_model, keep_last=2, workdir=tmp_path)
-    assert names(tmp_path) == [LATEST, OWNER, "step-00000020", "step-00000025"]
-    assert (tmp_path / LATEST).read_text() == "step-00000025\n"
-    with pytest.raises(OSError, match="no room"):
-        write_step(tmp_path, 5, fail, keep_last=2, workdir=tmp_path)
-    assert names(tmp_path) == [OWNER]
-
-
-def test_what_the_run_has_not_written_stays(tmp_path: Path) -> None:
-    """Names that look alike, and a link to a directory of the user."""
-    others = ["step-00001000.mine", "step-5000", "step-000000001", "step-keep"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-00000001").symlink_to(tmp_path / "step-keep")
-    for step in (2, 4, 6):
-        write_step(tmp_path, step, write_model, keep_last=1, workdir=tmp_path)
-    assert names(tmp_path) == sorted([LATEST, OWNER, "step-00000001", "step-00000006", *others])
 
 
 def test_a_folder_of_another_run_is_refused(first_state: Any, tmp_path: Path) -> None:

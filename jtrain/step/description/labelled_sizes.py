@@ -7,7 +7,7 @@ factors how it depends on each size, and so how many elements the array has in a
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from jtrain.model.saved_activations import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import PART_COLUMNS, num_parts
 from jtrain.pipeline.spec import PipelineSpec
+from jtrain.step.description.monomials import Monomial
 from jtrain.step.description.pattern_sizes import PatternSizes, is_prime, pattern_sizes
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
@@ -32,18 +33,6 @@ from jtrain.step.zero import gathers_once
 type PartName = Literal["layers", "embedding", "loss", "end"]
 """Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
 microbatch, and what a step does once."""
-
-type Monomial = tuple[int, tuple[tuple[str, int], ...]]
-"""A number as a factor and powers of sizes."""
-
-TOKENS = frozenset("bluq")
-"""Labels of the sizes of sequences and positions."""
-
-
-def labelled(fields: Any) -> Monomial:
-    """A monomial from its fields as JSON has them."""
-    factor, powers = fields
-    return factor, tuple((letter, power) for letter, power in powers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,18 +385,3 @@ def label_values(
     for letter, length in zip("zrs", layout.rings, strict=False):
         ratios[letter] = Fraction(length, context if letter == "zrs"[len(layout.rings) - 1] else 1)
     return {letter: value.as_integer_ratio() for letter, value in ratios.items()}
-
-
-def evaluate(monomials: Sequence[Monomial], values: Mapping[str, tuple[int, int]]) -> list[int]:
-    """The numbers that monomials are in a layout, from the numerators and denominators of `label_values`."""
-    numbers: list[int] = []
-    for number, powers in monomials:
-        # Multiplied first and divided once: single ratios need not be whole, the number of elements is.
-        divisor = 1
-        for letter, power in powers:
-            numerator, denominator = values[letter]
-            number *= numerator**power
-            divisor *= denominator**power
-        assert number % divisor == 0, "an array has a whole number of elements"
-        numbers.append(number // divisor)
-    return numbers

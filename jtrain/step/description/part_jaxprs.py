@@ -21,13 +21,10 @@ from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.step.description.labelled_sizes import (
-    LabelledSizes,
-    LayoutClass,
-    label_sizes,
-)
+from jtrain.step.description.labelled_sizes import LabelledSizes, LayoutClass, label_sizes
 from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
 from jtrain.step.objective import scale_of
+from jtrain.step.optimizer_update import gather_updated
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
@@ -36,7 +33,6 @@ from jtrain.step.zero import (
     attach_values,
     exchange_heads,
     gather_once,
-    gather_updated,
     gathers_once,
     param_tree,
     placement_of,

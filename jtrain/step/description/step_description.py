@@ -21,7 +21,8 @@ from jtrain.model.saved_activations import kept_names, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.step.description.jaxpr_places import When
-from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
+from jtrain.step.description.labelled_sizes import PartName, class_of, label_values
+from jtrain.step.description.monomials import evaluate
 from jtrain.step.description.pattern_sizes import layer_parts
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part

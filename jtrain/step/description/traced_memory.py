@@ -16,7 +16,8 @@ from typing import Any
 from jtrain.layout.mesh import local_shape
 from jtrain.model import ops
 from jtrain.step.description.jaxpr_places import When
-from jtrain.step.description.labelled_sizes import TOKENS, LabelledSizes, Monomial, labelled
+from jtrain.step.description.labelled_sizes import LabelledSizes
+from jtrain.step.description.monomials import TOKENS, Monomial, labelled
 from jtrain.step.description.stored_values import StoredValues, StoringStep
 from jtrain.step.description.traced_work import PRODUCTS, TracedLoop, TracedWork
 from jtrain.step.gradient_sums import sums_gradients
