@@ -1,4 +1,4 @@
-"""Preference pairs in rows, and a train step's first loss and gradients of them, in any layout."""
+"""Preference pairs in rows, what a teacher says of them, and a train step's first loss and gradients, in any layout."""
 
 import dataclasses
 import functools
@@ -11,13 +11,15 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 
 from jtrain.data.constructor.context_order import context_order
+from jtrain.data.references import samples_in
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.adapters.lora import LoRA
+from jtrain.model.ops import SoftTargets
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.step.objective import DPO
+from jtrain.step.objective import DPO, Distillation
 from jtrain.step.state import TrainState, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from tests.layouts import layout_from
@@ -85,6 +87,20 @@ def pack(rows: int, *, packed: bool) -> Batch:
     return Batch(token, target, position, segment)
 
 
+def with_teacher(batch: Batch, objective: Distillation) -> Batch:
+    """The batch with made-up tokens of a teacher, which are those of a text wherever it is packed."""
+    kept = objective.top_k
+    id_BLJ = np.zeros((*batch.token_BL.shape, kept), np.int32)
+    logprob_BLI = np.zeros((*batch.token_BL.shape, kept + 1), np.float32)
+    for sample in samples_in(batch.token_BL, batch.target_BL, batch.segment_BL):
+        rng, span = np.random.default_rng(list(sample.hash)), (sample.row, slice(sample.start, sample.end))
+        length = sample.end - sample.start
+        # A teacher speaks of prompts too, which are not learned.
+        id_BLJ[span] = np.argsort(rng.random((length, VOCAB)), axis=-1)[:, :kept]
+        logprob_BLI[span] = np.log(rng.dirichlet(np.full(kept + 1, 0.5), size=length))
+    return dataclasses.replace(batch, soft=SoftTargets(id_BLJ, logprob_BLI, objective.share))
+
+
 class PreferenceStep:
     """First step of a model on pairs, in a layout; with an adapter that adds something already.
 
@@ -96,7 +112,7 @@ class PreferenceStep:
     def __init__(
         self,
         layout: str,
-        objective: DPO,
+        objective: DPO | Distillation,
         *,
         sizes: dict[str, Any] = SIZES,
         started: bool = True,
@@ -106,7 +122,7 @@ class PreferenceStep:
         axes, own = LAYOUTS.get(layout, ({}, {}))
         self.spec, self.model = MeshSpec(**axes), Transformer(**sizes)
         self.mesh = make_mesh(self.spec, jax.devices()[: self.spec.size])
-        self.has_adapter = objective.reference == "adapter_off"
+        self.has_adapter = isinstance(objective, DPO) and objective.reference == "adapter_off"
         infos = self.model.param_infos()
         lora = dataclasses.replace(LORA, base_dtype=base_dtype)
         self.infos = lora.infos(infos) if self.has_adapter else infos
@@ -123,6 +139,8 @@ class PreferenceStep:
         # The step takes the memory of its state.
         self.params = jax.device_get(self.state.params)
         batch = pack(8, packed=True) if layout in LAYOUTS else pack(12, packed=False)
+        if isinstance(objective, Distillation):
+            batch = with_teacher(batch, objective)
         columns = context_order(COLS, self.spec.context, self.layout.context_order)
         self.batch = jax.tree.map(
             lambda x: jax.device_put(x[:, columns], NamedSharding(self.mesh, BATCH_SPEC)), batch
@@ -152,6 +170,6 @@ class PreferenceStep:
 
 
 @functools.cache
-def first_step(layout: str, objective: DPO, **options: Any) -> PreferenceStep:
+def first_step(layout: str, objective: DPO | Distillation, **options: Any) -> PreferenceStep:
     """The step of a layout, compiled once."""
     return PreferenceStep(layout, objective, **options)

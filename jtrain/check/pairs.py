@@ -18,7 +18,7 @@ from jtrain.check.lines import Differs, DoesNotApply
 from jtrain.check.records import REFERENCE, Piece, Sample, one_by_one
 from jtrain.check.rounding import MARGIN, RUNS, Worst, largest, moved
 from jtrain.config.course import GRADIENT, LOSS, Course, Trainer
-from jtrain.data.references import StoredReferences, sums_of_pairs
+from jtrain.data.references import StoredReferences, sums_of_samples
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from jtrain.step.objective import DPO, Objective
@@ -33,7 +33,7 @@ def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[S
     for sample in samples:
         nats_BL = trainer.evaluate(sample.arrays)
         ids = _ids(sample)
-        stored = StoredReferences(sums_of_pairs(nats_BL, *ids), name="the small run")
+        stored = StoredReferences(sums_of_samples(nats_BL, *ids), name="the small run")
         reference_BL = stored.at_targets(*ids, np.arange(nats_BL.shape[1]))
         out.append(Sample({**sample.arrays, REFERENCE: reference_BL}, sample.pieces))
     return out

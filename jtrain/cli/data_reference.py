@@ -1,4 +1,4 @@
-"""`jtrain data reference`: log-probabilities of preference pairs, for `objective.reference=stored`."""
+"""`jtrain data reference`: what another model says of a run's samples, for `objective.stored`."""
 
 import os
 import shlex
@@ -12,12 +12,22 @@ from jtrain.runtime.platform import start_jax
 def add_reference_options(parser: Parser) -> None:
     """Declares the options of `reference`."""
     add_config(parser)
-    add_workdir(parser, "folder of the run, with the imported model if there is one")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    add_workdir(
+        parser,
+        "of preference pairs the folder of the run, with the imported model if there is one; for a distillation that "
+        "of the teacher",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="file to write, or the folder for a distillation",
+    )
 
 
 def reference(args: Args) -> int:
-    """Writes the log-probabilities of all pairs of a run by its first weights; returns the exit code."""
+    """Writes what the objective of a run wants to know of its samples; returns the exit code."""
     # Before jax is imported, whose platform must be chosen first.
     start_jax(os.environ)
     import jax
@@ -32,6 +42,10 @@ def reference(args: Args) -> int:
 
 
 def then(args: Args) -> str:
-    """The command that trains with the file."""
-    sets = ("--set", "objective.reference=stored", "--set", f"objective.stored={args.out}")
-    return shlex.join(["jtrain", "launch", *config_words(args), *sets, "--workdir", args.workdir])
+    """The command that trains with what was written."""
+    sets = ["--set", f"objective.stored={args.out}"]
+    if args.out.is_dir():
+        # In a workdir of its own: that of the command is the teacher's.
+        return shlex.join(["jtrain", "launch", *config_words(args), *sets])
+    sets += ["--set", "objective.reference=stored", "--workdir", args.workdir]
+    return shlex.join(["jtrain", "launch", *config_words(args), *sets])

@@ -1,5 +1,5 @@
-"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo`, `stream` and `profile`. A config file may
-define its own by these names.
+"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo`, `distill`, `stream` and `profile`. A config file
+may define its own by these names.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import fiddle as fdl
 from jtrain.config.run import Run
 from jtrain.config.weight_stream_spec import WeightStreamSpec
 from jtrain.model.adapters.lora import LoRA
-from jtrain.step.objective import DPO
+from jtrain.step.objective import DPO, Distillation
 
 LARGE = 1024
 """Width from which on a model is one for accelerators, with files that not every machine has."""
@@ -103,6 +103,11 @@ def lora(run: fdl.Config[Run]) -> None:
 def dpo(run: fdl.Config[Run]) -> None:
     """Learns from preference pairs, against the model without its adapter."""
     run.objective = fdl.Config(DPO)
+
+
+def distill(run: fdl.Config[Run]) -> None:
+    """Learns what a teacher says of each token, stored beforehand by `jtrain data reference`."""
+    run.objective = fdl.Config(Distillation)
 
 
 def stream(run: fdl.Config[Run]) -> None:

@@ -211,6 +211,7 @@ def _call(module: types.ModuleType, name: str, role: str, num_arguments: int, *a
                 shared.small,
                 shared.lora,
                 shared.dpo,
+                shared.distill,
                 shared.stream,
                 shared.profile,
             )

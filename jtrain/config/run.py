@@ -36,7 +36,7 @@ from jtrain.pipeline.spec import PipelineSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
 from jtrain.step.layout_choices import check_layers
-from jtrain.step.objective import DPO, ObjectiveSpec
+from jtrain.step.objective import DPO, Distillation, ObjectiveSpec
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.xla_options import Deterministic
 from jtrain.supervise.spec import SuperviseSpec
@@ -114,7 +114,7 @@ class Run:
     model: Transformer
     adapter: LoRA | None = None
     optimizer: AdamW | Muon
-    objective: ObjectiveSpec | DPO = dataclasses.field(default_factory=ObjectiveSpec)
+    objective: ObjectiveSpec | DPO | Distillation = dataclasses.field(default_factory=ObjectiveSpec)
     data: PackedText
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
     guard: GuardSpec = dataclasses.field(default_factory=GuardSpec)
@@ -241,8 +241,27 @@ def validate(run: Run) -> None:
             "data.eval_fraction above 0, or eval.sets."
         )
     check_preferences(run)
+    check_distillation(run)
     check_weight_stream(run)
     run.profile.check_length(run.num_steps)
+
+
+def check_distillation(run: Run) -> None:
+    """Refuses a teacher that cannot be found for what a row holds, or that has more to say than there are tokens."""
+    objective = run.objective
+    if not isinstance(objective, Distillation):
+        return
+    if objective.top_k > run.model.vocab_size:
+        raise UserError(
+            f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set objective.top_k "
+            f"to at most {run.model.vocab_size}."
+        )
+    has_samples = any(source.mask is not None for source in run.data.named_sources.values())
+    if run.data.packing_of(has_samples=has_samples) == "concat":
+        raise UserError(
+            "objective=Distillation(...) finds what the teacher said by the tokens of a whole sample or piece of text, "
+            "and data.packing='concat' cuts them at row ends, elsewhere in each epoch. Set data.packing=best_fit."
+        )
 
 
 def check_preferences(run: Run) -> None:

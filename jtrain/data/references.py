@@ -1,12 +1,14 @@
-"""Log-probabilities of preference pairs by a reference, stored beforehand and found by the hash of a pair's tokens.
+"""Log-probabilities of samples by another model, stored beforehand and found by the hash of a sample's tokens.
 
-A hash is of the ids and targets of both texts, so it is the same wherever a pair is packed, and another one for
-another template, tokenizer, mask or record.
+A hash is of the ids and targets of a sample, so it is the same wherever it is packed, and another one for another
+template, tokenizer, mask or record. Of the texts of preference pairs a sum is stored, of what a teacher says the
+most probable tokens after each one that is learned.
 """
 
 import dataclasses
 import hashlib
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,49 +21,60 @@ from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
 from jtrain.runtime.atomic_io import write_whole
 
-_FORMAT = 1
+_FORMAT = 2
 _HASH_BYTES = 16
 _STEPS_PER_NAT = 1024.0
 """Inverse of the unit of the nats of each token: few bits, so that their float32 sum is exact."""
 
 
-class PlacedPair(NamedTuple):
-    """Pair in a row: its texts are tokens `starts[0]` to `ends[0]` - 1 and `starts[1]` to `ends[1]` - 1."""
+class PlacedSample(NamedTuple):
+    """Sample in a row, tokens `start` to `end` - 1; `targets` are the columns of those that have a target."""
 
     row: int
-    starts: tuple[int, int]
-    ends: tuple[int, int]
+    start: int
+    end: int
+    targets: Int[np.ndarray, " n"]
     hash: bytes
 
 
-def pairs_in(
+def samples_in(
     token_BL: Int[np.ndarray, "B L"], target_BL: Int[np.ndarray, "B L"], segment_BL: Int[np.ndarray, "B L"]
-) -> Iterator[PlacedPair]:
-    """Yields the pairs of a batch, whose columns are in the order of the text."""
+) -> Iterator[PlacedSample]:
+    """Yields the samples of a batch, whose columns are in the order of the text."""
     for row, (token, target, segment) in enumerate(zip(token_BL, target_BL, segment_BL, strict=True)):
-        # Segments ascend up to the padding.
-        numbers = np.arange(1, int(segment.max(initial=0)) + 2)
-        length = int(np.count_nonzero(segment))
-        edges = np.searchsorted(segment[:length], numbers).tolist()
-        for better in range(0, len(edges) - 2, 2):
-            start, border, end = edges[better : better + 3]
-            parts = (array[a:b] for a, b in ((start, border), (border, end)) for array in (token, target))
+        # Padding, if there is any, is one more piece at the end, of number 0.
+        edges = [0, *(np.flatnonzero(np.diff(segment)) + 1).tolist(), len(segment)]
+        for start, end in itertools.pairwise(edges):
+            if segment[start] == 0:
+                continue
             digest = hashlib.blake2b(digest_size=_HASH_BYTES)
-            for part in parts:
-                digest.update(len(part).to_bytes(8, "little"))
-                digest.update(np.ascontiguousarray(part, "<i4"))
-            yield PlacedPair(row, (start, border), (border, end), digest.digest())
+            for array in (token, target):
+                digest.update(np.ascontiguousarray(array[start:end], "<i4"))
+            targets = np.flatnonzero(target[start:end] != IGNORE) + start
+            yield PlacedSample(row, start, end, targets, digest.digest())
+
+
+def refuse_other_records(
+    name: str, count: int, sample: PlacedSample, token_BL: Int[np.ndarray, "B L"]
+) -> UserError:
+    """The error of a sample that is not among the `count` stored ones of `objective.stored`."""
+    return UserError(
+        f"objective.stored={name!r} is of other records: of its {count:,} samples none has the hash "
+        f"{sample.hash.hex()} of one of this run, which has {sample.end - sample.start} tokens, the first of them "
+        f"{token_BL[sample.row, sample.start :][:8].tolist()}. Records, template, tokenizer and what is learned must "
+        "be those it was made from. Make it again with `jtrain data reference`."
+    )
 
 
 class StoredReferences:
-    """Nats of the texts of pairs, by their hashes.
+    """Nats of the texts of preference pairs, by their hashes.
 
     Args:
-      nats: nats of the better and the worse text of each pair.
+      nats: sum over the targets of each text.
       name: file that they are from, for messages.
     """
 
-    def __init__(self, nats: dict[bytes, tuple[float, float]], *, name: str) -> None:
+    def __init__(self, nats: dict[bytes, float], *, name: str) -> None:
         self.nats, self._name = nats, name
 
     @classmethod
@@ -78,10 +91,10 @@ class StoredReferences:
                 version, hashes, nats = (arrays[name] for name in ("format", "hash", "nats"))
         except (OSError, ValueError, KeyError, EOFError) as error:
             raise FileError(f"{field} cannot be read ({error}). {make}") from error
-        if int(version) != _FORMAT or hashes.shape != (len(nats), _HASH_BYTES) or nats.shape[1:] != (2,):
+        if int(version) != _FORMAT or hashes.shape != (len(nats), _HASH_BYTES) or nats.ndim != 1:
             raise FileError(f"{field} holds no log-probabilities of pairs. {make}")
         keys = (row.tobytes() for row in hashes)
-        return cls(dict(zip(keys, map(tuple, nats.tolist()), strict=True)), name=path)
+        return cls(dict(zip(keys, nats.tolist(), strict=True)), name=path)
 
     def write(self, path: Path) -> None:
         """Writes the file at once, sorted by hash."""
@@ -91,7 +104,7 @@ class StoredReferences:
             content,
             format=np.asarray(_FORMAT),
             hash=np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, _HASH_BYTES),
-            nats=np.asarray([self.nats[key] for key in hashes], np.float64).reshape(-1, 2),
+            nats=np.asarray([self.nats[key] for key in hashes], np.float64),
         )
         write_whole(path, content.getvalue())
 
@@ -108,23 +121,15 @@ class StoredReferences:
           order_L: place in the text of each column.
 
         Raises:
-          UserError: a pair is not among the stored ones.
+          UserError: a text is not among the stored ones.
         """
         inverse_L = np.argsort(order_L)
         token_BL, target_BL, segment_BL = (a[:, inverse_L] for a in (token_BL, target_BL, segment_BL))
         nats_BL = np.zeros(token_BL.shape, np.float32)
-        for pair in pairs_in(token_BL, target_BL, segment_BL):
-            if (nats := self.nats.get(pair.hash)) is None:
-                raise UserError(
-                    f"objective.stored={self._name!r} is a reference for other records: of its {len(self.nats):,} "
-                    f"pairs none has the hash {pair.hash.hex()} of a pair of this run, whose better text has "
-                    f"{pair.ends[0] - pair.starts[0]} tokens, the first of them "
-                    f"{token_BL[pair.row, pair.starts[0] :][:8].tolist()}. Records, template, tokenizer and what is "
-                    "learned must be those it was made from. Make it again with `jtrain data reference`."
-                )
-            for start, end, total in zip(pair.starts, pair.ends, nats, strict=True):
-                places = np.flatnonzero(target_BL[pair.row, start:end] != IGNORE) + start
-                nats_BL[pair.row, places] = spread(total, len(places))
+        for sample in samples_in(token_BL, target_BL, segment_BL):
+            if (total := self.nats.get(sample.hash)) is None:
+                raise refuse_other_records(self._name, len(self.nats), sample, token_BL)
+            nats_BL[sample.row, sample.targets] = spread(total, len(sample.targets))
         return nats_BL[:, order_L]
 
     def beside(self, batch: Batch, order_L: Int[np.ndarray, " L"]) -> Batch:
@@ -144,21 +149,14 @@ def spread(total: float, count: int) -> Float32[np.ndarray, " count"]:
     return each.astype(np.float32)
 
 
-def sums_of_pairs(
+def sums_of_samples(
     nats_BL: Float32[np.ndarray, "B L"],
     token_BL: Int[np.ndarray, "B L"],
     target_BL: Int[np.ndarray, "B L"],
     segment_BL: Int[np.ndarray, "B L"],
-) -> dict[bytes, tuple[float, float]]:
-    """Returns the nats of both texts of each pair of a batch by hash, summed in float64."""
-
-    def total(row: int, start: int, end: int) -> float:
-        return float(nats_BL[row, start:end].sum(dtype=np.float64))
-
+) -> dict[bytes, float]:
+    """Returns the nats of each sample of a batch by hash, summed in float64."""
     return {
-        pair.hash: (
-            total(pair.row, pair.starts[0], pair.ends[0]),
-            total(pair.row, pair.starts[1], pair.ends[1]),
-        )
-        for pair in pairs_in(token_BL, target_BL, segment_BL)
+        sample.hash: float(nats_BL[sample.row, sample.start : sample.end].sum(dtype=np.float64))
+        for sample in samples_in(token_BL, target_BL, segment_BL)
     }

@@ -14,6 +14,7 @@
 | P | size of a head's values, where not H | E | T + P, a head's key and value from the latent |
 | A | heads of a recurrent mixer, or its channels | O | its key heads |
 | W | taps of a convolution | Z | groups of heads with one input of their states |
+| J | tokens that a teacher keeps | I | J + 1, those and all others together |
 
 `axis` always means a mesh axis, `dim` an array dimension.
 """
@@ -44,6 +45,9 @@ class Batch:
     `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a
     whole text at its first token.
 
+    `soft` is what a teacher says of the token after each one (`SoftTargets`, [B, L, J] and [B, L, J + 1]), of which a
+    share of the loss is the divergence (`Distillation`).
+
     `dropout_BL`, uint32, are random bits of each token for the dropout of adapters; a train step sets them.
     """
 
@@ -54,6 +58,7 @@ class Batch:
     weight_BL: Any = None
     reference_BL: Any = None
     dropout_BL: Any = None
+    soft: Any = None
 
 
 ADAPTER = "_lora"

@@ -28,7 +28,9 @@ from jtrain_kernels.linear_cross_entropy.parts import (
     NO_COLUMN,
     linear_cross_entropy_in_parts,
     token_cross_entropy_in_parts,
+    top_k_in_parts,
 )
+from jtrain_kernels.linear_cross_entropy.soft_targets import SoftTargets
 from jtrain_kernels.linear_cross_entropy.vocab import Axis as VocabAxis
 from jtrain_kernels.mamba2.api import mamba2
 from jtrain_kernels.overlap.api import (
@@ -56,6 +58,7 @@ __all__ = [
     "LeftContext",
     "RecurrentState",
     "RowSplit",
+    "SoftTargets",
     "VocabAxis",
     "all_gather_linear",
     "amax_pushed",
@@ -86,6 +89,7 @@ __all__ = [
     "swiglu",
     "token_cross_entropy",
     "token_cross_entropy_in_parts",
+    "top_k_in_parts",
     "vocab_parallel_linear_cross_entropy",
 ]
 

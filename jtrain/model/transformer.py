@@ -31,7 +31,7 @@ from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import block_in_groups
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
-from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
+from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, top_k_in_parts, unembedding_loss
 
 type SharedValues = tuple[tuple[Any, ...], Array, Array | None]
 """Cosine and sine of each rotation of the model, the documents' numbers, and `Batch.dropout_BL`."""
@@ -329,7 +329,8 @@ class Transformer(nnx.Module):
         all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
         x_BLD, losses = self.forward(params, batch, placement)
-        total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement, batch.weight_BL)
+        targets = batch.target_BL, placement, batch.weight_BL, batch.soft
+        total, nats = self.cross_entropy(params, x_BLD, *targets)
         if self.router is None or losses is None:
             return total, nats
         return total + losses.mean(self.router, self.num_routers, targets_per_token), nats
@@ -341,10 +342,11 @@ class Transformer(nnx.Module):
         target_BL: Int[Array, "B L"],
         placement: Placement,
         weight_BL: Float[Array, "B L"] | None = None,
+        soft: ops.SoftTargets | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
-            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, weight_BL=weight_BL)
+            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, weight_BL=weight_BL, soft=soft)
             sizes |= self._loss_settings
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
@@ -371,6 +373,23 @@ class Transformer(nnx.Module):
             return token_nats_in_parts(
                 x_BLD, params[path], target_BL, fetch, tied=tied, **settings, **vocabulary
             )
+
+    def top_k_of(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], k: int, placement: Placement
+    ) -> ops.SoftTargets:
+        """What the model says of the token after each of this device's: its `k` most probable tokens, and the rest.
+
+        Args:
+          x_BLD: what `normed` returns.
+        """
+        sizes: Any = dict(self._loss_settings, **placement.vocabulary, k=k)
+        with jax.named_scope("loss"):
+            if placement.lookup is None:
+                unembed_DW = self.unembed(params, placement)
+                return top_k_in_parts(x_BLD, unembed_DW, lambda part: part, tied=False, **sizes)
+            path = "embed_VD" if self.tie_embeddings else "unembed_DV"
+            fetch = functools.partial(placement.fetch, path)
+            return top_k_in_parts(x_BLD, params[path], fetch, tied=self.tie_embeddings, **sizes)
 
     @property
     def _loss_settings(self) -> dict[str, Any]:

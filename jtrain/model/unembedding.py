@@ -35,13 +35,16 @@ def unembedding_loss(
     z_loss: float,
     soft_cap: float | None,
     weight_BL: Float[Array, "B L"] | None = None,
+    soft: ops.SoftTargets | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`ops.linear_cross_entropy` at this device's positions, with its V / shards columns of the vocabulary.
 
     Args:
-      target_BL, weight_BL: at all positions.
+      target_BL, weight_BL, soft: at all positions.
     """
-    settings: Any = dict(chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap, weight_BL=weight_BL)
+    settings: Any = dict(
+        chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap, weight_BL=weight_BL, soft=soft
+    )
     if shards == 1:
         return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
     return ops.vocab_parallel_linear_cross_entropy(x_BLD, kernel_DW, target_BL, axis=axis, **settings)
@@ -60,6 +63,7 @@ def loss_in_parts(
     z_loss: float,
     soft_cap: float | None,
     weight_BL: Float[Array, "B L"] | None = None,
+    soft: ops.SoftTargets | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
 
@@ -67,7 +71,7 @@ def loss_in_parts(
 
     Args:
       shard: this device's block: [d, V / shards], or [V / shards, d] if tied.
-      target_BL, weight_BL: at all positions.
+      target_BL, weight_BL, soft: at all positions.
       fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
     """
     shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
@@ -83,6 +87,7 @@ def loss_in_parts(
             z_loss=z_loss,
             soft_cap=soft_cap,
             weight_BL=weight_BL,
+            soft=soft,
         )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.linear_cross_entropy_in_parts(
@@ -96,6 +101,7 @@ def loss_in_parts(
         soft_cap=soft_cap,
         axis=axis if shards > 1 else None,
         weight_BL=weight_BL,
+        soft=soft,
     )
 
 
@@ -124,6 +130,36 @@ def token_nats_in_parts(
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.token_cross_entropy_in_parts(
         x_BLD, part_Zdw, column_Zw, target_BL, fetch=gather_columns, **settings
+    )
+
+
+def top_k_in_parts(
+    x_BLD: Float[Array, "B _ D"],
+    shard: Float[Array, "_ _"],
+    fetch: Callable[[Array], Array],
+    *,
+    k: int,
+    tied: bool,
+    axis: ops.VocabAxis,
+    shards: int,
+    chunk_tokens: int | None,
+    soft_cap: float | None,
+) -> ops.SoftTargets:
+    """Log-probabilities of the k most probable tokens after each of this device's, and of all others together.
+
+    Other arguments are those of `loss_in_parts`.
+    """
+    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
+    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
+    return ops.top_k_in_parts(
+        x_BLD,
+        part_Zdw,
+        column_Zw,
+        k=k,
+        fetch=gather_columns,
+        chunk_tokens=chunk_tokens,
+        soft_cap=soft_cap,
+        axis=axis if shards > 1 else None,
     )
 
 

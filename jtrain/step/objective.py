@@ -7,7 +7,7 @@ microbatches, context or rows, the loss and its gradient are the same.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
+from jtrain.model.ops import SoftTargets
 from jtrain.step.zero import psum_batch
 
 
@@ -91,7 +92,36 @@ class DPO:
             )
 
 
-type Objective = ObjectiveSpec | DPO
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """Divergence of the model from a teacher, whose log-probabilities were stored beforehand.
+
+    For each target it is that of `top_k` + 1 outcomes: the tokens that the teacher finds most probable, and all
+    others together (`SoftTargets`). A model that equals its teacher has a loss of 0 and no gradient, whatever
+    `top_k` is. Evaluation is of the cross entropy alone.
+
+    stored: folder that `jtrain data reference` wrote; None only for that command.
+    top_k: tokens of the teacher; a folder with more serves runs with fewer.
+    share: part of the loss that is the divergence; the rest is the cross entropy of the data, as of `ObjectiveSpec`.
+    mean: as of `ObjectiveSpec`.
+    """
+
+    stored: str | None = None
+    top_k: int = 32
+    share: float = 1.0
+    mean: Literal["tokens", "per_sample"] = "tokens"
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise UserError(f"objective.top_k={self.top_k} must be at least 1.")
+        if not 0 < self.share <= 1:
+            raise UserError(
+                f"objective.share={self.share} must be above 0 and at most 1. Without a share of the teacher, set "
+                "objective=ObjectiveSpec()."
+            )
+
+
+type Objective = ObjectiveSpec | DPO | Distillation
 
 
 class ForwardPasses(NamedTuple):
@@ -218,6 +248,14 @@ def _sum_rows(layout: Layout, x: Array) -> Array:
 
 def abstract_batch(ids: jax.ShapeDtypeStruct, objective: Objective = TOKENS) -> Batch:
     """Returns the batch of a step as shapes, those of `ids`."""
-    stored = isinstance(objective, DPO) and objective.reference == "stored"
-    nats = jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=ids.sharding) if stored else None
-    return Batch(ids, ids, ids, ids, reference_BL=nats)
+
+    def array(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*ids.shape, *rest), dtype, sharding=ids.sharding)
+
+    match objective:
+        case DPO(reference="stored"):
+            return Batch(ids, ids, ids, ids, reference_BL=array(jnp.float32))
+        case Distillation(top_k=k, share=share):
+            soft = SoftTargets(array(jnp.int32, k), array(jnp.float32, k + 1), share)
+            return Batch(ids, ids, ids, ids, soft=soft)
+    return Batch(ids, ids, ids, ids)

@@ -64,6 +64,7 @@ class Ends:
         target_BL: Int[Array, "B L"],
         unit: Float[Array, ""],
         weight_BL: Float[Array, "B L"] | None = None,
+        soft: Any = None,
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
         """This device's share of the loss in nats, and the gradients of `trained` and of y.
 
@@ -73,7 +74,7 @@ class Ends:
         Args:
           y_BLD: output of the last layer on `head_worker`; not used on others.
           unit: 1 / tokens of the batch.
-          weight_BL: `Batch.weight_BL`.
+          weight_BL, soft: `Batch.weight_BL`, `Batch.soft`.
 
         Returns:
           The gradient of y is the same on every stage.
@@ -81,13 +82,14 @@ class Ends:
         # Each stage takes 1 / stages of the tokens through the norm; the op itself gathers them for every
         # part of V.
         own_TD, own_target_T = self._own_tokens(y_BLD), self._by_owner(target_BL, y_BLD, IGNORE)
-        weight_BT = None if weight_BL is None else self._by_owner(weight_BL, y_BLD, 0)[None]
+        # None has no arrays, and stays None.
+        weight_BT, soft_BT = jax.tree.map(lambda x: self._by_owner(x, y_BLD, 0)[None], (weight_BL, soft))
 
         def objective(trained: Params, x_TD: Array) -> tuple[Array, Array]:
             weights = self.weights(trained)
             x_BLD = self.model.normed(weights, x_TD[None], self.placement)
             total, nats = self.model.cross_entropy(
-                weights, x_BLD, own_target_T[None], self.placement, weight_BT
+                weights, x_BLD, own_target_T[None], self.placement, weight_BT, soft_BT
             )
             return total * unit, nats * unit
 
@@ -101,11 +103,19 @@ class Ends:
     ) -> Float[Array, "B _"]:
         """Cross entropy of each token at this device's positions along `tensor`, the same on every stage."""
         weights = self.weights(trained)
-        # [None]: this stage's tokens as one row, for a model that takes [B, L].
-        x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
         target_BL = self._by_owner(target_BL, y_BLD, IGNORE)[None]
-        own_T = self.model.nats_of(weights, x_BLD, target_BL, self.placement)[0]
-        return self._gather_owners(own_T[:, None], y_BLD[..., :1])[..., 0]
+        own_T = self.model.nats_of(weights, self._own_normed(weights, y_BLD), target_BL, self.placement)[0]
+        return self._gather_owners(own_T[:, None], y_BLD)[..., 0]
+
+    def top_k(self, trained: Params, y_BLD: Float[Array, "B _ D"], k: int) -> Any:
+        """`Transformer.top_k_of` at this device's positions along `tensor`, the same on every stage."""
+        weights = self.weights(trained)
+        said = self.model.top_k_of(weights, self._own_normed(weights, y_BLD), k, self.placement)
+        return jax.tree.map(lambda x: self._gather_owners(x[0], y_BLD), said)
+
+    def _own_normed(self, weights: Params, y_BLD: Float[Array, "B _ D"]) -> Float[Array, "1 T D"]:
+        # [None]: this stage's tokens as one row, for a model that takes [B, L].
+        return self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
 
     def weights(self, trained: Params) -> Params:
         """Parameters that the forward pass reads."""
@@ -129,14 +139,17 @@ class Ends:
             x_TD = jax.lax.all_gather(x_TD, "stage", axis=0, tiled=True)
         return x_TD[: rows * length].reshape(rows, length, -1)
 
-    def _by_owner(self, value_BL: Shaped[Array, "B L"], like_BLD: Any, fill: int) -> Shaped[Array, " T"]:
-        """Targets or weights of all tokens, by the device along (stage, tensor) that has the token."""
-        tensor, stage, rows = self.placement.tensor, self.placement.stage, value_BL.shape[0]
+    def _by_owner(
+        self, value_BL: Shaped[Array, "B L *J"], like_BLD: Any, fill: int
+    ) -> Shaped[Array, "T ..."]:
+        """Targets, weights or the like of all tokens, by the device along (stage, tensor) that has the token."""
+        tensor, stage, (rows, _, *rest) = self.placement.tensor, self.placement.stage, value_BL.shape
         # Tokens lie [tensor][stage] after the sequence split, but the op numbers devices (stage, tensor).
-        by_tensor = value_BL.reshape(rows, tensor, like_BLD.shape[1]).swapaxes(0, 1).reshape(tensor, -1)
+        by_tensor = value_BL.reshape(rows, tensor, like_BLD.shape[1], *rest).swapaxes(0, 1)
+        by_tensor = by_tensor.reshape(tensor, -1, *rest)
         # Padded tokens have no target and add no loss.
         padded = jnp.stack([_pad_tokens(value_T, stage, fill) for value_T in by_tensor])
-        return padded.reshape(tensor, stage, -1).swapaxes(0, 1).reshape(-1)
+        return padded.reshape(tensor, stage, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,16 +190,17 @@ class EndLayers:
         self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array, unit: Array
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
         """Computes `Ends.loss`; behind further layers, `head_worker` has the gradient of y, others 0."""
-        target_BL = parts.target_BL[microbatch]
-        weight_BL = None if parts.weight_BL is None else parts.weight_BL[microbatch]
+        target_BL, weight_BL, soft = jax.tree.map(
+            lambda x: x[microbatch], (parts.target_BL, parts.weight_BL, parts.soft)
+        )
         if not self.ends.model.last:
-            return self.ends.loss(trained, y_BLD, target_BL, unit, weight_BL)
+            return self.ends.loss(trained, y_BLD, target_BL, unit, weight_BL, soft)
 
         def last(trained: Params, y_BLD: Array) -> LayerCarry:
             return self._through_last(trained, y_BLD, parts, microbatch)
 
         (x_BLD, _), vjp = jax.vjp(last, trained, y_BLD)
-        nats, grads, dx_BLD = self.ends.loss(trained, x_BLD, target_BL, unit, weight_BL)
+        nats, grads, dx_BLD = self.ends.loss(trained, x_BLD, target_BL, unit, weight_BL, soft)
         last_grads, dy_BLD = vjp(self._cotangents(self.ends.head_worker, dx_BLD))
         return nats, jax.tree.map(jnp.add, grads, last_grads), dy_BLD
 
@@ -194,9 +208,17 @@ class EndLayers:
         self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array
     ) -> Float[Array, "B _"]:
         """Computes `Ends.nats`."""
-        if self.ends.model.last:
-            y_BLD, _ = self._through_last(trained, y_BLD, parts, microbatch)
+        y_BLD = self._leave(trained, y_BLD, parts, microbatch)
         return self.ends.nats(trained, y_BLD, parts.target_BL[microbatch])
+
+    def top_k(
+        self, trained: Params, y_BLD: Float[Array, "B _ D"], parts: Batch, microbatch: Array, k: int
+    ) -> Any:
+        """Computes `Ends.top_k`."""
+        return self.ends.top_k(trained, self._leave(trained, y_BLD, parts, microbatch), k)
+
+    def _leave(self, trained: Params, y_BLD: Array, parts: Batch, microbatch: Array) -> Array:
+        return self._through_last(trained, y_BLD, parts, microbatch)[0] if self.ends.model.last else y_BLD
 
     def _through_last(self, trained: Params, y_BLD: Array, parts: Batch, microbatch: Array) -> LayerCarry:
         # Other workers have outputs of other layers: zeros keep finite what nobody reads.

@@ -100,8 +100,12 @@ def pipelined_gradients(
     return {**final.ends, "layers": unflatten_dict(final.layers.trained, sep=".")}, amax, final.nats
 
 
-def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
-    """Cross entropy in nats of this device's tokens, equal on all stages; 0 without a target."""
+def pipelined_nats(
+    model: Transformer, layout: Layout, params: Params, parts: Batch, *, top_k: int | None = None
+) -> Any:
+    """Cross entropy in nats of this device's tokens, [M, B, _], equal on all stages; 0 without a target. With `top_k`
+    the result of `Transformer.top_k_of` instead.
+    """
     assert layout.pipeline is not None
     ticks = ticks_of(layout, trains=False)
     placement = pipeline_placement(layout)
@@ -110,7 +114,8 @@ def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Ba
     # Evaluation multiplies in the compute dtype, and there is no gradient whose size `unit` would estimate.
     chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
     worker = Worker(model, layout, ticks, ends, chunks)
-    return worker.evaluate({key: value for key, value in trained.items() if key != "layers"}, parts)
+    trained = {key: value for key, value in trained.items() if key != "layers"}
+    return worker.evaluate(trained, parts, top_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,23 +159,33 @@ class Worker:
         # One scan over all ticks: the program has the code of one tick, however long the schedule is.
         return jax.lax.scan(tick, start, self._rows())[0]
 
-    def evaluate(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
-        """Runs the ticks of a schedule of forward passes; returns each token's cross entropy."""
+    def evaluate(self, trained: Params, parts: Batch, top_k: int | None = None) -> Any:
+        """Runs the ticks of a schedule of forward passes; returns each token's cross entropy, or with `top_k`
+        `Transformer.top_k_of` it.
+        """
         schedule, x_BLD = self.ticks.schedule, self._residual_stream(trained, parts)
 
-        def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
-            inputs, nats_MBL = carry
+        def head(y_BLD: Array, microbatch: Array) -> Any:
+            if top_k is None:
+                return self.end_layers.nats(trained, y_BLD, parts, microbatch)
+            return self.end_layers.top_k(trained, y_BLD, parts, microbatch, top_k)
+
+        def tick(carry: tuple[Array, Any], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Any], None]:
+            inputs, said = carry
             inputs = self._embed_next(inputs, row_F, trained, parts)
             y_BLD = self._apply_chunk(inputs, row_F, parts)
-            nats_MBL = self._evaluate_head(nats_MBL, y_BLD, row_F, trained, parts)
+            said = self._evaluate_head(said, y_BLD, row_F, head)
             for hop in schedule.activation_hops:
                 slot = row_F[arriving_input(hop)]
                 inputs = store(inputs, slot, send(y_BLD, hop, schedule.stages, back=False))
-            return (inputs, nats_MBL), None
+            return (inputs, said), None
 
         inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
-        nats_MBL = jnp.zeros((len(parts.token_BL), *x_BLD.shape[:2]), jnp.float32)
-        return jax.lax.scan(tick, (inputs, nats_MBL), self._rows())[0][1]
+        microbatches = len(parts.token_BL)
+        nothing = jax.tree.map(
+            lambda x: jnp.zeros((microbatches, *x.shape), x.dtype), jax.eval_shape(head, x_BLD, jnp.int32(0))
+        )
+        return jax.lax.scan(tick, (inputs, nothing), self._rows())[0][1]
 
     def _residual_stream(self, trained: Params, parts: Batch) -> jax.ShapeDtypeStruct:
         return jax.eval_shape(lambda token_BL: self.ends.embed(trained, token_BL), parts.token_BL[0])
@@ -254,15 +269,15 @@ class Worker:
             )
 
     def _evaluate_head(
-        self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch
-    ) -> Array:
+        self, said: Any, y_BLD: Array, row_F: Array, head: Callable[[Array, Array], Any]
+    ) -> Any:
         microbatch = row_F[Field.HEAD_MICROBATCH]
 
-        def evaluate(nats_MBL: Array) -> Array:
-            return store(nats_MBL, microbatch, self.end_layers.nats(trained, y_BLD, parts, microbatch))
+        def evaluate(said: Any) -> Any:
+            return jax.tree.map(lambda slots, x: store(slots, microbatch, x), said, head(y_BLD, microbatch))
 
         # This column is the same on all workers too: the loss sums over `stage`.
-        return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
+        return jax.lax.cond(microbatch != NONE, evaluate, lambda said: said, said)
 
     def _loss(
         self,

@@ -185,9 +185,10 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: Transformer, layout: Layout, mesh: Mesh
-) -> Callable[[Params, Batch], Float[Array, "B L"]]:
-    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target.
+    model: Transformer, layout: Layout, mesh: Mesh, *, top_k: int | None = None
+) -> Callable[[Params, Batch], Any]:
+    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target; with
+    `top_k` what the model says of the token after each (`SoftTargets`, [B, L, top_k] and one more outcome).
 
     Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as
     many sequences at a time as in training, so evaluation needs no more memory.
@@ -195,28 +196,32 @@ def make_eval_step(
     layout = along_torus(layout, mesh)
     placement = placement_of(layout)
 
-    def local_nats(params: Params, batch: Batch) -> Float[Array, "B _"]:
-        params = exchange_heads(layout, params)
+    def local_values(params: Params, batch: Batch) -> Any:
+        params, parts = exchange_heads(layout, params), microbatches(layout, batch)
         if layout.pipeline is not None:
-            nats = pipelined_nats(model, layout, params, microbatches(layout, batch))
-            return nats.reshape(-1, nats.shape[-1])
-        weights = attach_values(layout, trained_part(layout, params), params)
+            values = pipelined_nats(model, layout, params, parts, top_k=top_k)
+        else:
+            weights = attach_values(layout, trained_part(layout, params), params)
 
-        def microbatch(_: None, part: Batch) -> tuple[None, Array]:
-            return None, model.token_nats(weights, part, placement)
+            def microbatch(_: None, part: Batch) -> tuple[None, Any]:
+                if top_k is None:
+                    return None, model.token_nats(weights, part, placement)
+                x_BLD = model.hidden(weights, part, placement)
+                return None, model.top_k_of(weights, x_BLD, top_k, placement)
 
-        _, nats = jax.lax.scan(microbatch, None, microbatches(layout, batch))
-        return nats.reshape(-1, nats.shape[-1])
+            _, values = jax.lax.scan(microbatch, None, parts)
+        # From microbatches to rows.
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values)
 
     params_spec = param_tree(layout, lambda p: p.param)
-    nats_spec = P(BATCH_AXES, ("context", "tensor"))
-    sharded_nats = jax.shard_map(
-        local_nats, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False
+    values_spec = P(BATCH_AXES, ("context", "tensor"))
+    sharded_values = jax.shard_map(
+        local_values, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=values_spec, check_vma=False
     )
 
-    def eval_step(params: Params, batch: Batch) -> Float[Array, "B L"]:
+    def eval_step(params: Params, batch: Batch) -> Any:
         with kernels_for(layout, mesh):
-            return sharded_nats(params, batch)
+            return sharded_values(params, batch)
 
     options = compiler_options(mesh, kernels=layout.kernels, sequence_groups=layout.spec.sequence_groups)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)

@@ -50,6 +50,7 @@ class PlacedModel:
     params: as `TrainState.params` has them in this layout; another step's are put in by `dataclasses.replace`,
       which compiles nothing anew.
     rows, seq_len: sequences of a batch over all devices, and tokens of each.
+    step: that the parameters are of; None for others.
     """
 
     model: Transformer
@@ -58,6 +59,7 @@ class PlacedModel:
     mesh: Mesh
     rows: int
     seq_len: int
+    step: int | None = None
 
     def __post_init__(self) -> None:
         check_batch(self.layout.spec, self.layout.mesh, global_batch=self.rows, seq_len=self.seq_len)
@@ -162,12 +164,12 @@ def read_placed(workdir: str | Path, step: int | None = None, sets: Sequence[str
     with Checkpoints(path, CheckpointSpec(), layer_order=layout.layer_order) as checkpoints:
         if run.adapter is None:
             params = checkpoints.restore_part(step, {"params": likes})["params"]
-            return PlacedModel(run.model, params, layout, mesh, *_shape(run))
+            return PlacedModel(run.model, params, layout, mesh, *_shape(run), step)
     with Checkpoints(path, CheckpointSpec()) as checkpoints:
         merged = read_params(checkpoints, step, trained, lambda _: run.precision.param_dtype)
     arrays = jax.tree.map(np.asarray, merged)
     infos = tuple(p.info for p in layout.params)
-    return PlacedModel(run.model, place_params(infos, likes, arrays), layout, mesh, *_shape(run))
+    return PlacedModel(run.model, place_params(infos, likes, arrays), layout, mesh, *_shape(run), step)
 
 
 class SequenceStart(NamedTuple):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.config.run import Run, check_vocabulary
@@ -13,8 +14,11 @@ from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_bat
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.native.library import core_line
 from jtrain.data.references import StoredReferences
+from jtrain.data.teacher import StoredTeacher
 from jtrain.errors import UserError
+from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import make_mesh
+from jtrain.model.ops import SoftTargets
 from jtrain.optim.optimizer import Optimizer
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.machine import machine_of
@@ -24,7 +28,7 @@ from jtrain.plan.job import Job
 from jtrain.plan.report.summary import brief_lines
 from jtrain.runtime.multihost import same_everywhere
 from jtrain.runtime.secrets import without_secrets
-from jtrain.step.objective import DPO
+from jtrain.step.objective import DPO, Distillation
 from jtrain.train.evaluation import Evaluation
 
 
@@ -34,7 +38,7 @@ class Setup:
 
     job: the model in its layout on this machine.
     memory_bytes: memory that each device has available; None where a device does not tell.
-    references: the stored reference of preference pairs; None without one.
+    references: the stored reference of preference pairs, or the stored teacher; None without one.
     """
 
     run: Run
@@ -44,7 +48,7 @@ class Setup:
     optimizer: Optimizer
     dataset: TextDataset
     evaluation: Evaluation
-    references: StoredReferences | None = None
+    references: StoredReferences | StoredTeacher | None = None
 
     def lines(self, home: Path) -> list[str]:
         """Returns the plan in brief, what the run reads and by which core, for the first lines of a run in
@@ -70,13 +74,21 @@ class Setup:
             context=self.run.mesh.context,
             cost=self._token_cost(),
         )
-        references = self.references
-        if references is None:
-            return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, placement))
         order_L = self.run.context_order()
         return Prefetch(
-            batches, lambda batch: put_batch(references.beside(batch, order_L), self.mesh, placement)
+            batches, lambda batch: put_batch(self._with_stored(batch, order_L), self.mesh, placement)
         )
+
+    def _with_stored(self, batch: Batch, order_L: np.ndarray) -> Batch:
+        """A batch of the host with what is stored of it."""
+        match self.references, self.run.objective:
+            case StoredReferences() as references, _:
+                return references.beside(batch, order_L)
+            case StoredTeacher() as teacher, Distillation(share=share):
+                ids = batch.token_BL, batch.target_BL, batch.segment_BL
+                said = teacher.at_targets(*ids, order_L, vocab_size=self.run.model.vocab_size)
+                return dataclasses.replace(batch, soft=SoftTargets(*said, share))
+        return batch
 
     def _token_cost(self) -> tuple[float, float]:
         """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document
@@ -110,10 +122,19 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
             "same files; where files are still being added, start again when all hosts have them."
         )
     check_vocabulary(run.model, dataset.vocab_size)
-    stored = run.objective.stored if isinstance(run.objective, DPO) else None
-    references = None if stored is None else StoredReferences.read(stored)
+    references, teacher = None, None
+    match run.objective:
+        case DPO(stored=str(path)):
+            references = StoredReferences.read(path)
+        case Distillation(stored=None, top_k=k):
+            raise UserError(
+                f"objective=Distillation(top_k={k}) without objective.stored, the folder of what a teacher says. Set "
+                "objective.stored to what `jtrain data reference --workdir TEACHER --out FOLDER` wrote."
+            )
+        case Distillation(stored=str(path), top_k=k):
+            teacher = StoredTeacher(path, top_k=k)
     evaluation = Evaluation(run, job.layout, mesh, dataset, references)
-    return Setup(run, job, memory_bytes, mesh, optimizer, dataset, evaluation, references)
+    return Setup(run, job, memory_bytes, mesh, optimizer, dataset, evaluation, references or teacher)
 
 
 def print_line(line: str) -> None:

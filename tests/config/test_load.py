@@ -354,7 +354,8 @@ def test_an_unknown_config_is_refused(name: str, message: str) -> None:
 
 def test_an_unknown_fiddler_is_refused() -> None:
     """The base function is none, and neither is an import of the file."""
-    said = r"no fiddler zero. Did you mean zero3\? It has: zero3, tensor, debug, small, lora, dpo, stream, profile"
+    names = "zero3, tensor, debug, small, lora, dpo, distill, stream, profile"
+    said = rf"no fiddler zero. Did you mean zero3\? It has: {names}"
     with pytest.raises(ValueError, match=said):
         load_config("tiny", ["zero"])
     with pytest.raises(ValueError, match="no fiddler tiny"):

@@ -33,7 +33,7 @@ def test_a_stored_reference_is_the_adapter_switched_off(tmp_path: Path) -> None:
     """On rows that `context` splits in zig-zag order; with an adapter, and in the first step without one."""
     pairs, out = write_pairs(tmp_path), tmp_path / "reference.npz"
     _, run = run_of(pairs, *LAYOUT)
-    assert write_reference(run, workdir=tmp_path / "new", out=out, devices=jax.devices()) == 60
+    assert write_reference(run, workdir=tmp_path / "new", out=out, devices=jax.devices()) == 120
     stored = ("objective.reference=stored", f"objective.stored={out}")
     want = losses(pairs, tmp_path / "off")
     np.testing.assert_allclose(losses(pairs, tmp_path / "stored", *stored), want, rtol=2e-6)
@@ -45,10 +45,10 @@ def test_a_stored_reference_is_the_adapter_switched_off(tmp_path: Path) -> None:
 
 def test_a_reference_for_other_records_is_refused(tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path), tmp_path / "reference.npz"
-    StoredReferences({b"0123456789abcdef": (1.0, 2.0)}, name="").write(out)
-    assert StoredReferences.read(str(out)).nats == {b"0123456789abcdef": (1.0, 2.0)}
+    StoredReferences({b"0123456789abcdef": 1.5}, name="").write(out)
+    assert StoredReferences.read(str(out)).nats == {b"0123456789abcdef": 1.5}
     with pytest.raises(
-        UserError, match=r"is a reference for other records: of its 1 pairs none has the hash"
+        UserError, match=r"is of other records: of its 1 samples none has the hash"
     ):
         losses(pairs, tmp_path / "run", "objective.reference=stored", f"objective.stored={out}")
     out.write_bytes(b"no such file")
@@ -69,5 +69,5 @@ def test_the_nats_of_a_text_are_spread_over_its_targets_without_loss() -> None:
 
 def test_a_run_without_pairs_has_no_reference(tmp_path: Path) -> None:
     run = build_run(load_config("tiny", ["debug"], ()))
-    with pytest.raises(UserError, match=r"a reference is for preference pairs, and the run has none"):
+    with pytest.raises(UserError, match=r"a reference is for preference pairs or for a distillation, and the run has neither"):
         write_reference(run, workdir=tmp_path, out=tmp_path / "out", devices=jax.devices())

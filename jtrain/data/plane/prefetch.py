@@ -62,11 +62,11 @@ def put_batch(batch: Batch, mesh: Mesh, tree: ClientPlaceTree | None = None) -> 
             start, stop, _ = index[0].indices(num_rows)
             # Global row -> row of this process's array; a device's rows are consecutive in both.
             first = int(np.searchsorted(rows, start))
-            return host[first : first + stop - start, index[1]]
+            return host[first : first + stop - start, index[1]]  # all of any further dimension
 
         # Calls `block` for this process's blocks only. On one process also faster than device_put: 0.17 ms
         # against 0.20 for 16 x 256 on 8 emulated devices, 0.06 against 0.11 on one.
-        return jax.make_array_from_callback((num_rows, length), sharding, block)
+        return jax.make_array_from_callback((num_rows, *host.shape[1:]), sharding, block)
 
     # An intended transfer, allowed even where the guard forbids accidental ones.
     with jax.transfer_guard_host_to_device("allow"):

@@ -13,6 +13,13 @@ from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
+from jtrain_kernels.linear_cross_entropy.soft_targets import (
+    SoftTargets,
+    block_columns,
+    mixed_goal,
+    mixed_nats,
+    outcomes,
+)
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.platforms import by_platform
 from jtrain_kernels.soft_cap import capped, times_slope
@@ -27,6 +34,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     weight_BL: Float[Array, "B L"] | None = None,
+    soft: SoftTargets | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
 
@@ -45,11 +53,13 @@ def linear_cross_entropy(
       soft_cap: bounds logits smoothly, by tanh, see `soft_cap.py`; None for none.
       weight_BL: float32 factor of each token in both sums and in the gradient; it gets no gradient itself.
         None weighs all tokens alike.
+      soft: what a teacher says of each token, [B, L, J] and [B, L, J + 1]; then the nats of a token are its share
+        of the divergence from the teacher and the rest of the cross entropy.
 
     Returns:
       Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so
       that accumulation over microbatches is exact. The first is the objective, nats + z_loss *
-      sum(logsumexp^2). The second is the cross entropy in nats, for reporting; its gradient is zero.
+      sum(logsumexp^2). The second is the nats, for reporting; its gradient is zero.
 
     Raises:
       UserError: chunk_tokens is not positive.
@@ -65,7 +75,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         axis=None,
-        **({} if weight_BL is None else {"weight_BL": weight_BL}),
+        **_given(weight_BL, soft),
     )
 
 
@@ -79,6 +89,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     weight_BL: Float[Array, "B L"] | None = None,
+    soft: SoftTargets | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` inside a `shard_map` whose `axis` splits positions and vocabulary: W = V / n.
 
@@ -91,7 +102,7 @@ def vocab_parallel_linear_cross_entropy(
     Args:
       x_BLD: this device's block of the L positions; device i of n has positions from i * L / n on.
       unembed_DW: this device's columns; device i has columns from i * W on.
-      target_BL, weight_BL: of all positions, the same on every device of the axis.
+      target_BL, weight_BL, soft: of all positions, the same on every device of the axis.
       chunk_tokens: tokens per device; a chunk has n times as many tokens and V / n columns, so equally many
         logits as on one device.
 
@@ -120,8 +131,16 @@ def vocab_parallel_linear_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         axis=axis,
-        **({} if weight_BL is None else {"weight_BL": weight_BL}),
+        **_given(weight_BL, soft),
     )
+
+
+def _given(weight_BL: Array | None, soft: SoftTargets | None) -> dict[str, Any]:
+    """Arguments of the op that are there."""
+    weight = {} if weight_BL is None else {"weight_BL": weight_BL}
+    if soft is None:
+        return weight
+    return weight | {"soft_id_BLJ": soft.id, "soft_logprob_BLI": soft.logprob, "soft_share": soft.share}
 
 
 def _xla(
@@ -134,11 +153,21 @@ def _xla(
     axis: Axis | None,
     chunk: int,
     weight_BL: Array | None = None,
+    soft_id_BLJ: Array | None = None,
+    soft_logprob_BLI: Array | None = None,
+    soft_share: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     size = chunk if chunk_tokens is None else chunk_tokens
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
     weight_ZC = None if weight_BL is None else _by_device(weight_BL, x_BLD, size, fill=0)
-    return _loss(x_ZcD, unembed_DV, target_ZC, weight_ZC, z_loss, soft_cap, Vocab(axis))
+    soft = None
+    if soft_id_BLJ is not None:
+        soft = SoftTargets(
+            _by_device(soft_id_BLJ, x_BLD, size, fill=0),
+            _by_device(soft_logprob_BLI, x_BLD, size, fill=0),
+            soft_share,
+        )
+    return _loss(x_ZcD, unembed_DV, target_ZC, weight_ZC, soft, z_loss, soft_cap, Vocab(axis))
 
 
 def _chunked(
@@ -150,15 +179,16 @@ def _chunked(
 
 
 def _by_device(
-    value_BL: Shaped[Array, "B L"], x_BLD: Float[Array, "B _ D"], size: int, *, fill: int
-) -> Shaped[Array, "Z C"]:
+    value_BL: Shaped[Array, "B L *J"], x_BLD: Float[Array, "B _ D"], size: int, *, fill: int
+) -> Shaped[Array, "Z C *J"]:
     """Splits values of all devices' positions into Z chunks, in the order of the all-gather: device by device."""
     # The order within a chunk is that of the all-gather: device by device.
     # [B, n, positions of a device] -> [B, positions, n]: row t has the values of the n devices' t-th tokens.
-    value_Tn = value_BL.reshape(value_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
-    value_Zcn = in_chunks(value_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=fill)
+    rows, length, rest = *x_BLD.shape[:2], value_BL.shape[2:]
+    value_Tn = value_BL.reshape(rows, -1, length, *rest).swapaxes(1, 2)
+    value_Zcn = in_chunks(value_Tn.reshape(rows * length, -1, *rest), size, fill=fill)
     # [Z, c, n] -> [Z, n, c] -> [Z, C]: the chunk's tokens of device 0 first, as gathered.
-    return value_Zcn.swapaxes(1, 2).reshape(value_Zcn.shape[0], -1)
+    return value_Zcn.swapaxes(1, 2).reshape(value_Zcn.shape[0], -1, *rest)
 
 
 def token_cross_entropy(
@@ -229,13 +259,14 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
-# Arguments 4 to 6 are no arrays: z_loss, soft_cap, vocab.
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+# Arguments 5 to 7 are no arrays: z_loss, soft_cap, vocab.
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _loss(
     x_ZcD: Array,
     unembed_DW: Array,
     target_ZC: Array,
     weight_ZC: Array | None,
+    soft_ZC: SoftTargets | None,
     z_loss: float,
     soft_cap: float | None,
     vocab: Vocab,
@@ -243,26 +274,32 @@ def _loss(
     """Objective and nats over Z chunks: c tokens of this device, C of all that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
-    def chunk(sums: Array, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, None]:
-        x_cD, target_C, weight_C = tokens
+    def chunk(sums: Array, tokens: tuple[Any, ...]) -> tuple[Array, None]:
+        x_cD, target_C, weight_C, soft_C = tokens
         logits_CW = capped(contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32), soft_cap)
+        lse_C, picked_C = vocab.summary(logits_CW, target_C)
+        nats_C = lse_C - picked_C
+        if soft_C is not None:
+            column_CJ = block_columns(vocab, soft_C.id, logits_CW.shape[1])
+            nats_C = mixed_nats(soft_C, nats_C, lse_C, *outcomes(vocab, logits_CW, column_CJ))
         # Logits are of all devices' tokens, but each device sums its own tokens only.
-        summary = vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C, weight_C)
+        summary = vocab.local_slices(lse_C, nats_C, target_C, weight_C)
         return sums + _sums(summary, z_loss), None
 
-    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZcD, target_ZC, weight_ZC))
+    tokens = x_ZcD, target_ZC, weight_ZC, soft_ZC
+    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), tokens)
     return total, nats
 
 
 def _sums(summary: tuple[Any, ...], z_loss: float) -> Float[Array, "2"]:
     """Objective and nats of one chunk."""
-    lse_c, picked_c, target_c, weight_c = summary
-    return jnp.stack(weighted_sums(lse_c, picked_c, target_c, weight_c, z_loss))
+    lse_c, nats_c, target_c, weight_c = summary
+    return jnp.stack(weighted_sums(lse_c, nats_c, target_c, weight_c, z_loss))
 
 
 def weighted_sums(
     lse: Float[Array, "*C"],
-    picked: Float[Array, "*C"],
+    nats: Float[Array, "*C"],
     target: Int[Array, "*C"],
     weight: Float[Array, "*C"] | None,
     z_loss: float,
@@ -274,8 +311,8 @@ def weighted_sums(
         value = jnp.where(valid, value, 0.0)
         return jnp.sum(value if weight is None else value * weight)
 
-    nats = total(lse - picked)
-    return nats + z_loss * total(lse * lse), nats
+    sum_of_nats = total(nats)
+    return sum_of_nats + z_loss * total(lse * lse), sum_of_nats
 
 
 def slope_weights(target_C: Int[Array, " C"], weight_C: Float[Array, " C"] | None) -> Float[Array, " C"]:
@@ -288,31 +325,40 @@ def _forward(
     unembed_DW: Array,
     target_ZC: Array,
     weight_ZC: Array | None,
+    soft_ZC: SoftTargets | None,
     z_loss: float,
     soft_cap: float | None,
     vocab: Vocab,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
-    def chunk(
-        carry: tuple[Array, Array], tokens: tuple[Array, Array, Array | None]
-    ) -> tuple[tuple[Array, Array], Array]:
+    def chunk(carry: tuple[Array, Array], tokens: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
         sums, dkernel_DW = carry
-        x_cD, target_C, factor_C = tokens
+        x_cD, target_C, factor_C, soft_C = tokens
         x_CD = vocab.gather(x_cD)
         # Float32 logits: softmax and log-partition are computed from unrounded products.
         logits_CW = capped(contract(x_CD, kernel_DW, 1, 0, jnp.float32), soft_cap)
         lse_C, picked_C = vocab.summary(logits_CW, target_C)
-        sums = sums + _sums(vocab.local_slices(lse_C, picked_C, target_C, factor_C), z_loss)
+        nats_C = lse_C - picked_C
+        if soft_C is not None:
+            column_CJ = block_columns(vocab, soft_C.id, logits_CW.shape[1])
+            picked_CJ, rest_C = outcomes(vocab, logits_CW, column_CJ)
+            nats_C = mixed_nats(soft_C, nats_C, lse_C, picked_CJ, rest_C)
+        sums = sums + _sums(vocab.local_slices(lse_C, nats_C, target_C, factor_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
         weight_C = slope_weights(target_C, factor_C)
         softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
         column_C = vocab.column(target_C, logits_CW.shape[1])
         # No column for targets of other devices, and none for IGNORE, which is below 0.
         is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
+        goal_CW = is_target_CW
+        if soft_C is not None:
+            goal_CW = mixed_goal(soft_C, goal_CW, logits_CW, column_CJ, rest_C)
+        # The column of a target says alone that a token has one; a teacher may have spoken of any.
+        if factor_C is not None or soft_C is not None:
+            goal_CW = goal_CW * weight_C[:, None]
         # In x's dtype, so that both gradient matmuls run at the rate of x's dtype.
-        onehot_CW = is_target_CW if factor_C is None else is_target_CW * weight_C[:, None]
-        dlogits_CW = times_slope(softmax_CW - onehot_CW, logits_CW, soft_cap).astype(x_CD.dtype)
+        dlogits_CW = times_slope(softmax_CW - goal_CW, logits_CW, soft_cap).astype(x_CD.dtype)
         dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
         # XLA:CPU contracts over the first dimension slowly; a transposed copy of x pays off there.
         dkernel_DW += by_platform(
@@ -325,7 +371,7 @@ def _forward(
 
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(unembed_DW.shape, jnp.float32))
     # The kernel's gradient is carried through the scan in float32 and rounded once.
-    ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC, weight_ZC))
+    ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC, weight_ZC, soft_ZC))
     return (total, nats), (dx_ZcD, dkernel_DW.astype(unembed_DW.dtype))
 
 
@@ -335,7 +381,7 @@ def _backward(
     vocab: Vocab,
     saved: tuple[Array, Array],
     cotangents: tuple[Array, Array],
-) -> tuple[Array, Array, None, None]:
+) -> tuple[Array, Array, None, None, None]:
     del z_loss, soft_cap, vocab  # already part of the saved gradients
     dx_ZcD, dkernel_DW = saved
     # The second result is for reporting: its cotangent is not used.
@@ -344,8 +390,8 @@ def _backward(
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
-    # None: targets are integers, and factors are data.
-    return scaled(dx_ZcD), scaled(dkernel_DW), None, None
+    # None: targets are integers, and factors and what a teacher says are data.
+    return scaled(dx_ZcD), scaled(dkernel_DW), None, None, None
 
 
 _loss.defvjp(_forward, _backward)

@@ -78,6 +78,10 @@ class Vocab:
         # At most one device has the target's column; the others added 0.
         return highest + jnp.log(total), jnp.sum(picks, axis=0)
 
+    def sum_blocks(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Sum over devices of what each finds in its own columns."""
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
     def local_slices(self, *of_all: Shaped[Array, " C"] | None) -> tuple[Any, ...]:
         """Slices of this device's tokens; None stays None."""
         if self.axis is None:
@@ -96,7 +100,7 @@ class Vocab:
         )
         return jnp.where(owner_BL == jax.lax.axis_index(self.axis), target_BL, IGNORE)
 
-    def local_positions(self, x_BL: Shaped[Array, "B L"]) -> Shaped[Array, "B _"]:
+    def local_positions(self, x_BL: Shaped[Array, "B L *J"]) -> Shaped[Array, "B _ *J"]:
         """This device's positions of an array that has those of all devices."""
         if self.axis is None:
             return x_BL
