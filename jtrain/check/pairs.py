@@ -32,7 +32,7 @@ def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[S
     out = []
     for sample in samples:
         nats_BL = trainer.evaluate(sample.arrays)
-        ids = _ids(sample)
+        ids = sample.ids
         stored = StoredReferences(sums_of_samples(nats_BL, *ids), name="the small run")
         reference_BL = stored.at_targets(*ids, np.arange(nats_BL.shape[1]))
         out.append(Sample({**sample.arrays, REFERENCE: reference_BL}, sample.pieces))
@@ -110,26 +110,6 @@ def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
         worst.add(f"gradient of {path}", float(np.abs(base[path] - gradient).max(initial=0.0)), bound)
     worst.refuse()
     return f"{len(units)} pairs, {packed.losses[0]:.6f} after 2 updates, and gradients of each alone; {worst.text}"
-
-
-def check_stored(objective: Objective, samples: Sequence[Sample]) -> str:
-    """Looks up all pairs of batches in the file of the run's own stored reference; returns what it has shown.
-
-    Raises:
-      UserError: the file is not there, or a pair is not in it.
-    """
-    if not isinstance(objective, DPO) or objective.stored is None:
-        return ""
-    stored = StoredReferences.read(objective.stored)
-    for sample in samples:
-        ids = _ids(sample)
-        stored.at_targets(*ids, np.arange(ids[0].shape[1]))
-    return f"; all of them in {objective.stored}"
-
-
-def _ids(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, targets and segments of a batch, of which the hashes of pairs are made."""
-    return sample.arrays["token_BL"], sample.arrays["target_BL"], sample.arrays["segment_BL"]
 
 
 def _pairs_with_targets(sample: Sample) -> list[tuple[Piece, ...]]:

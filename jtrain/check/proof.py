@@ -23,10 +23,11 @@ from jtrain.check.packing import (
     export_is_import,
     packed_is_alone,
 )
-from jtrain.check.pairs import check_stored, first_loss_is_ln_2, loss_is_formula, with_stored_reference
+from jtrain.check.pairs import first_loss_is_ln_2, loss_is_formula, with_stored_reference
 from jtrain.check.records import Sample, cut_pairs, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
 from jtrain.check.small_run import SmallRuns, small_data
+from jtrain.check.stored import check_stored, with_made_up_teacher
 from jtrain.config import tree
 from jtrain.config.course import Trainer
 from jtrain.config.run import Run, build_run, check_vocabulary
@@ -34,7 +35,7 @@ from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.block_quantization import without_blocks
-from jtrain.step.objective import DPO
+from jtrain.step.objective import DPO, Distillation
 
 ROWS, LONG_ROWS, LONG_COLUMNS = 16, 8, 256
 """Rows of a small batch, and of one with more columns: eight devices have two or one of them."""
@@ -153,6 +154,8 @@ class RunCheck:
         samples, trainer = self.samples[0], Trainer(self.plain)
         if isinstance(self.run.objective, DPO) and self.run.objective.reference == "stored":
             samples = with_stored_reference(trainer, samples)
+        if isinstance(self.plain.objective, Distillation):
+            samples = with_made_up_teacher(self.plain.objective, self.plain.model.vocab_size, samples)
         return LayoutReference(trainer, samples)
 
     @functools.cached_property
@@ -165,7 +168,9 @@ class RunCheck:
         raise DoesNotApply("message_weights=True: all lines compare targets that weigh alike")
 
     def _learned(self) -> str:
-        return learned_is_sampled(self.dataset, self.read) + check_stored(self.run.objective, self.read)
+        return learned_is_sampled(self.dataset, self.read) + check_stored(
+            self.run.objective, self.read, vocab_size=self.run.model.vocab_size
+        )
 
     def _packed(self) -> str:
         # First: it computes nothing.

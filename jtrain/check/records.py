@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 
-type SampleArrays = dict[str, np.ndarray]
+type SampleArrays = dict[str, Any]
 """token_BL, target_BL, position_BL and segment_BL, int32."""
 
 REFERENCE = "reference_BL"
@@ -62,6 +63,11 @@ class Sample:
         if all(piece.side is None for piece in self.pieces):
             return [(piece,) for piece in self.pieces]
         return list(zip(self.pieces[::2], self.pieces[1::2], strict=True))
+
+    @property
+    def ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, targets and segments, of which hashes of samples are made."""
+        return self.arrays["token_BL"], self.arrays["target_BL"], self.arrays["segment_BL"]
 
     @property
     def num_targets(self) -> int:

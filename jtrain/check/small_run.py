@@ -17,6 +17,7 @@ from jtrain.layout.precision import BLOCK, CODES_PER_BYTE, PrecisionSpec
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.transformer import Transformer
 from jtrain.profile.spec import ProfileSpec
+from jtrain.step.objective import Distillation, Objective, ObjectiveSpec
 from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
 
@@ -103,11 +104,18 @@ class SmallRuns:
             eval=EvalSpec(every_steps=None),
             profile=ProfileSpec(),
             callbacks=(),
+            objective=self._objective(vocab_size),
             # Weights of a small model must not come where those of the run are read.
             weight_stream=None,
         )
         validate(run)
         return run
+
+    def _objective(self, vocab_size: int) -> Objective:
+        objective = self.run.objective
+        if isinstance(objective, Distillation):
+            return dataclasses.replace(objective, top_k=min(objective.top_k, vocab_size))
+        return objective
 
     def _adapter(self) -> LoRA | None:
         """The adapter on a drawn base: the run's is as large as its model. Blocks stay blocks."""
@@ -187,6 +195,9 @@ class SmallRuns:
             integrity=IntegritySpec(checksums=False, recompute_every_steps=None),
             alerts=AlertsSpec(),
         )
+        if isinstance(run.objective, Distillation):
+            # No teacher has spoken of text that is cut for short rows, and what is stored has no state.
+            run = dataclasses.replace(run, objective=ObjectiveSpec(run.objective.mean))
         validate(run)
         return run
 

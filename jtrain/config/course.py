@@ -27,7 +27,7 @@ GRADIENT = 1e-5
 LOSS = 2e-6
 """Largest relative difference that a layout may make to a loss and to a gradient's norm in float32."""
 
-type BatchArrays = Mapping[str, np.ndarray]
+type BatchArrays = Mapping[str, Any]
 """token_BL, target_BL, position_BL and segment_BL, int32, whole."""
 type ArraysByPath = dict[str, np.ndarray]
 """Arrays by path; the optimizer's have the name of the array in front."""
@@ -184,7 +184,10 @@ class Trainer:
         sharding = NamedSharding(self.mesh, BATCH_SPEC)
         return Batch(
             # The batch is permuted on the host, then split over the mesh.
-            **{name: jax.device_put(value[:, self.columns], sharding) for name, value in batch.items()}
+            **{
+                name: jax.tree.map(lambda x: jax.device_put(x[:, self.columns], sharding), value)
+                for name, value in batch.items()
+            }
         )
 
     def _placed(self, keys: Any, like: Any, value: Any) -> np.ndarray:

@@ -42,6 +42,9 @@ OTHER_NAMES = {
     "optimizer.clip_norm": "max_grad_norm clip_grad grad_clip clip_grad_norm gradient_clip_val max_norm",
     "optimizer=Muon": "muon",
     "objective=DPO": "dpo",
+    "objective=Distillation": "distillation kd kd_trainer",
+    "objective.share": "kd_alpha kd_ratio",
+    "objective.top_k": "kd_top_k kd_topk logprobs_top_k",
     "objective.beta": "beta dpo_beta",
     "data.path": "dataset dataset_name dataset_path train_file train_data train_dataset data_dir data_files",
     "data.seq_len": "seq_length sequence_length max_seq_len max_seq_length max_length context_length "

@@ -5,6 +5,7 @@ prints as one `path: type = value` line per field; the workdir keeps this text t
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 import fiddle as fdl
@@ -255,6 +256,12 @@ def check_distillation(run: Run) -> None:
         raise UserError(
             f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set objective.top_k "
             f"to at most {run.model.vocab_size}."
+        )
+    parameters = inspect.signature(run.model.cross_entropy).parameters
+    if "soft" not in parameters and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        raise UserError(
+            f"objective=Distillation(...) gives {type(run.model).__name__}.cross_entropy what a teacher says as `soft`,"
+            " and it has no such argument. Add it (docs/own_parts.md), or leave objective as it is."
         )
     has_samples = any(source.mask is not None for source in run.data.named_sources.values())
     if run.data.packing_of(has_samples=has_samples) == "concat":

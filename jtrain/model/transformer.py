@@ -329,8 +329,9 @@ class Transformer(nnx.Module):
         all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
         x_BLD, losses = self.forward(params, batch, placement)
-        targets = batch.target_BL, placement, batch.weight_BL, batch.soft
-        total, nats = self.cross_entropy(params, x_BLD, *targets)
+        # Only where there is a teacher: a loss of a user's own need not know of one.
+        soft = {} if batch.soft is None else {"soft": batch.soft}
+        total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement, batch.weight_BL, **soft)
         if self.router is None or losses is None:
             return total, nats
         return total + losses.mean(self.router, self.num_routers, targets_per_token), nats
@@ -342,6 +343,7 @@ class Transformer(nnx.Module):
         target_BL: Int[Array, "B L"],
         placement: Placement,
         weight_BL: Float[Array, "B L"] | None = None,
+        *,
         soft: ops.SoftTargets | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""

@@ -116,8 +116,8 @@ class Distillation:
             raise UserError(f"objective.top_k={self.top_k} must be at least 1.")
         if not 0 < self.share <= 1:
             raise UserError(
-                f"objective.share={self.share} must be above 0 and at most 1. Without a share of the teacher, set "
-                "objective=ObjectiveSpec()."
+                f"objective.share={self.share} must be above 0 and at most 1; 1 learns from the teacher alone. Set "
+                "objective.share=1.0."
             )
 
 

@@ -88,9 +88,10 @@ class Ends:
         def objective(trained: Params, x_TD: Array) -> tuple[Array, Array]:
             weights = self.weights(trained)
             x_BLD = self.model.normed(weights, x_TD[None], self.placement)
-            total, nats = self.model.cross_entropy(
-                weights, x_BLD, own_target_T[None], self.placement, weight_BT, soft_BT
-            )
+            # As in `Transformer.loss`.
+            more = {} if soft_BT is None else {"soft": soft_BT}
+            targets = own_target_T[None], self.placement, weight_BT
+            total, nats = self.model.cross_entropy(weights, x_BLD, *targets, **more)
             return total * unit, nats * unit
 
         differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)

@@ -47,10 +47,11 @@ class Faulty(Transformer):
         target_BL: Int[Array, "B L"],
         placement: Placement,
         weight_BL: Float[Array, "B L"] | None = None,
+        **more: Any,
     ) -> Any:
         here = jax.lax.axis_index(("replica", "data", "context", "tensor")) == 2
         x_BLD = jnp.where(here, x_BLD.at[0, 3, 5].multiply(1 + 2**-7), x_BLD)
-        return super().cross_entropy(params, x_BLD, target_BL, placement, weight_BL)
+        return super().cross_entropy(params, x_BLD, target_BL, placement, weight_BL, **more)
 
 
 def signatures(

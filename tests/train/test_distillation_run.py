@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fiddle as fdl
 import jax
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jtrain.config.run import Run, build_run
 from jtrain.data.references import samples_in
 from jtrain.data.teacher import StoredTeacher, TeacherWriter, keep, parts_in
 from jtrain.errors import FileError, UserError
+from jtrain.model.transformer import Transformer
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
 from jtrain.train.reference import write_reference
@@ -53,6 +55,15 @@ def train(chats: Path, workdir: Path, *sets: str, fiddlers: tuple[str, ...] = ()
     config, run = run_of(chats, *sets, fiddlers=fiddlers)
     assert attempt.train(run, workdir=workdir, config_text=tree.flat(config)) == 0
     return metrics.read(workdir / metrics.FILE)
+
+
+class OwnLoss(Transformer):
+    """A user's model whose loss knows of no teacher."""
+
+    def cross_entropy(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, params: Any, x_BLD: Any, target_BL: Any, placement: Any, weight_BL: Any = None
+    ) -> Any:
+        return super().cross_entropy(params, x_BLD, target_BL, placement, weight_BL)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +162,10 @@ def test_what_does_not_fit_is_refused_with_a_way_out(
         train(longer, tmp_path / "run", at, *STUDENT, **distill)
     with pytest.raises(UserError, match=r"objective\.top_k=900 tokens of model\.vocab_size=264.*at most 264"):
         run_of(chats, "objective.top_k=900", **distill)
+    config, _ = run_of(chats, **distill)
+    fdl.update_callable(config.model, OwnLoss)
+    with pytest.raises(UserError, match=r"gives OwnLoss\.cross_entropy what a teacher says as `soft`"):
+        build_run(config)
     with pytest.raises(UserError, match=r"finds what the teacher said.*Set data\.packing=best_fit"):
         run_of(chats, "data.packing=concat", **distill)
     with pytest.raises(

@@ -47,9 +47,7 @@ def test_a_reference_for_other_records_is_refused(tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path), tmp_path / "reference.npz"
     StoredReferences({b"0123456789abcdef": 1.5}, name="").write(out)
     assert StoredReferences.read(str(out)).nats == {b"0123456789abcdef": 1.5}
-    with pytest.raises(
-        UserError, match=r"is of other records: of its 1 samples none has the hash"
-    ):
+    with pytest.raises(UserError, match=r"is of other records: of its 1 samples none has the hash"):
         losses(pairs, tmp_path / "run", "objective.reference=stored", f"objective.stored={out}")
     out.write_bytes(b"no such file")
     with pytest.raises(FileError, match=r"objective\.stored='.*' cannot be read"):
@@ -69,5 +67,7 @@ def test_the_nats_of_a_text_are_spread_over_its_targets_without_loss() -> None:
 
 def test_a_run_without_pairs_has_no_reference(tmp_path: Path) -> None:
     run = build_run(load_config("tiny", ["debug"], ()))
-    with pytest.raises(UserError, match=r"a reference is for preference pairs or for a distillation, and the run has neither"):
+    with pytest.raises(
+        UserError, match=r"for preference pairs or for a distillation, and the run has neither"
+    ):
         write_reference(run, workdir=tmp_path, out=tmp_path / "out", devices=jax.devices())

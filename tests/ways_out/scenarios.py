@@ -12,6 +12,7 @@ PLANNED = ["plan", "pipeline", "--config=tiny", "--device", "h200"]
 COST = ["plan", "cost", "--config=tiny", "--price", "2"]
 HASHED = ["plan", "ecmp", "--flows", "8", "--links", "8"]
 STREAM = ["launch", "--config=tiny", "--with", "debug", "--with", "stream", *TEXT, "--dry-run"]
+STUDENT = ["plan", "--config=tiny_sft", "--with", "distill", "--device", "h200"]
 PAIRS = ["launch", "--config=tiny_dpo", "--with", "debug", "--dry-run"]
 OWN_PAIRS = "{'pairs': {'path': 'stdlib_pairs', 'messages_field': 'chosen', 'rejected_field': 'rejected'}}"
 INSPECT = ["data", "inspect", "--config=tiny", *TEXT]
@@ -101,6 +102,12 @@ _PREFERENCES: dict[str, Words] = {
     "an index of prepared tokens holds no preference pairs. Set": sets("data.prepared=folder", of=PAIRS),
     "objective.form=simpo has no reference": sets("objective.form=simpo", of=PAIRS),
     "with objective.form=ipo, whose margin is ": sets("objective.form=ipo", "objective.margin=1.0", of=PAIRS),
+}
+
+_DISTILLATION: dict[str, Words] = {
+    "finds what the teacher said by the tokens of": sets("data.packing=concat", of=STUDENT),
+    " tokens of model.vocab_size=": sets("objective.top_k=900", of=STUDENT),
+    "1 learns from the teacher alone": sets("objective.share=0.0", of=STUDENT),
 }
 
 _STREAMS: dict[str, Words] = {
@@ -271,5 +278,14 @@ _DATA: dict[str, Words] = {
 }
 
 SCENARIOS: dict[str, Words] = (
-    _LAYOUTS | _ADAPTERS | _PREFERENCES | _STREAMS | _MODELS | _RUNS | _OPTIONS | _PLANS | _DATA
+    _LAYOUTS
+    | _ADAPTERS
+    | _PREFERENCES
+    | _DISTILLATION
+    | _STREAMS
+    | _MODELS
+    | _RUNS
+    | _OPTIONS
+    | _PLANS
+    | _DATA
 )

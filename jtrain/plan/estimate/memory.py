@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
@@ -24,6 +25,7 @@ from jtrain.plan.estimate.pipeline import kept_layers
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.step.guard import LEFT_OUT, WINDOW
+from jtrain.step.objective import abstract_batch
 from jtrain_kernels.device import Platform
 
 
@@ -117,8 +119,10 @@ def memory(job: Job) -> MemoryPlan:
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     # Rows split over the batch axes, positions over `context`.
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
-    # The four arrays of a `Batch` are int32. Counters of a CPU take what those of a GPU do.
-    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])
+    token = abstract_batch(jax.ShapeDtypeStruct((1, 1), jnp.int32), job.objective)
+    token_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(token))
+    # Counters of a CPU take what those of a GPU do.
+    batch = token_bytes * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])
     batch += _scaling(layout, platform)
 
     # Arguments live for the whole step, so the peak is theirs and that of the worst moment together.

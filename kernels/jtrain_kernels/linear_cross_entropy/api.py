@@ -161,7 +161,7 @@ def _xla(
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
     weight_ZC = None if weight_BL is None else _by_device(weight_BL, x_BLD, size, fill=0)
     soft = None
-    if soft_id_BLJ is not None:
+    if soft_id_BLJ is not None and soft_logprob_BLI is not None:
         soft = SoftTargets(
             _by_device(soft_id_BLJ, x_BLD, size, fill=0),
             _by_device(soft_logprob_BLI, x_BLD, size, fill=0),
@@ -339,21 +339,19 @@ def _forward(
         # Float32 logits: softmax and log-partition are computed from unrounded products.
         logits_CW = capped(contract(x_CD, kernel_DW, 1, 0, jnp.float32), soft_cap)
         lse_C, picked_C = vocab.summary(logits_CW, target_C)
-        nats_C = lse_C - picked_C
+        column_C = vocab.column(target_C, logits_CW.shape[1])
+        # No column for targets of other devices, and none for IGNORE, which is below 0.
+        is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
+        nats_C, goal_CW = lse_C - picked_C, is_target_CW
         if soft_C is not None:
             column_CJ = block_columns(vocab, soft_C.id, logits_CW.shape[1])
             picked_CJ, rest_C = outcomes(vocab, logits_CW, column_CJ)
             nats_C = mixed_nats(soft_C, nats_C, lse_C, picked_CJ, rest_C)
+            goal_CW = mixed_goal(soft_C, is_target_CW, logits_CW, column_CJ, rest_C)
         sums = sums + _sums(vocab.local_slices(lse_C, nats_C, target_C, factor_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
         weight_C = slope_weights(target_C, factor_C)
         softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
-        column_C = vocab.column(target_C, logits_CW.shape[1])
-        # No column for targets of other devices, and none for IGNORE, which is below 0.
-        is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
-        goal_CW = is_target_CW
-        if soft_C is not None:
-            goal_CW = mixed_goal(soft_C, goal_CW, logits_CW, column_CJ, rest_C)
         # The column of a target says alone that a token has one; a teacher may have spoken of any.
         if factor_C is not None or soft_C is not None:
             goal_CW = goal_CW * weight_C[:, None]

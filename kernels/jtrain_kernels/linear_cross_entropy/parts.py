@@ -146,8 +146,6 @@ def top_k_in_parts(
     # Of each device's best the best: devices have columns in the order of the concatenation.
     _, id_SCJ = _largest(vocab.gather(logit_SCJ, 2), vocab.gather(id_SCJ, 2), k)
     summary = _summaries(x_SCD, parts, column_ZW, target_SC, id_SCJ, fetch, soft_cap, vocab)
-    assert summary.soft_picked is not None
-    assert summary.rest is not None
     outcome_SCI = jnp.concatenate([summary.soft_picked, summary.rest[..., None]], axis=-1)
     logprob_SCI = outcome_SCI - summary.lse[..., None]
 
@@ -208,8 +206,8 @@ class _Summary(NamedTuple):
 
     lse: Float[Array, "S C"]
     picked: Float[Array, "S C"]
-    soft_picked: Float[Array, "S C J"] | None
-    rest: Float[Array, "S C"] | None
+    soft_picked: Any
+    rest: Any
 
 
 def _summaries(
@@ -262,7 +260,7 @@ class _Sums(NamedTuple):
     whole: tuple[Array, Array]
     picked: Array
     others: tuple[Array, Array] | None
-    soft_picked: Array | None
+    soft_picked: Any
 
 
 def _add_logits(sums: Any, logits_CW: Array) -> tuple[Array, Array]:
