@@ -153,7 +153,9 @@ def _parameter_of(part: Part) -> str:
 
 def _joined(name: str, part: Part) -> tuple[str, str, Part]:
     """Module and parameter of all experts of a layer, of the first expert's tensor, and what of it holds ours."""
-    module, parameter = name.rpartition(".0.")[0], _parameter_of(part)
+    # Files of Mixtral and MiniMax keep a name that memory of transformers 5 has no more.
+    module = name.rpartition(".0.")[0].replace(".block_sparse_moe.", ".mlp.")
+    parameter = _parameter_of(part)
     outputs, inputs = part.tensor.dims.split()
     if parameter == "down_proj":
         tensor = Tensor(name, f"X {outputs} {inputs}")

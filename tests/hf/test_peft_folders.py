@@ -127,6 +127,26 @@ def test_the_dropout_is_written_and_none_is_asked_for(llama: Any, tmp_path: Path
     jax.tree.map(np.testing.assert_array_equal, again, own)
 
 
+def test_an_adapter_of_mixtral_is_read_by_the_names_of_files_and_of_memory() -> None:
+    """Files have `block_sparse_moe` and an expert each, memory of transformers 5 `mlp` and all in one."""
+    model = model_from_config(json.loads(FAMILIES.read_text())["mixtral"])
+    lora = LoRA(rank=2, alpha=4.0, targets=("mlp.*",))
+    layer = "base_model.model.model.layers.0"
+    assert f"{layer}.block_sparse_moe.experts.7.w1.lora_A.weight" in adapter_tensors(
+        model, lora, None, joins_experts=False
+    )
+    joined = adapter_tensors(model, lora, None, joins_experts=True, shares_a=True)
+    # As peft 0.21.2 writes them: A is [experts x rank, inputs], and gate and up, which come first, are one parameter.
+    shapes = {
+        "base_layer.lora_A": (16, 64),
+        "base_layer.lora_B": (192, 16),
+        "lora_A": (16, 96),
+        "lora_B": (64, 16),
+    }
+    for name, shape in shapes.items():
+        assert joined[f"{layer}.mlp.experts.{name}.weight"].shape == shape, name
+
+
 def test_experts_of_one_tensor_are_written_with_an_a_for_gate_and_one_for_up(tmp_path: Path) -> None:
     """As gpt-oss has them: twice the rank, zeros between the two, and the adapter's scale; read as it was written."""
     model = model_from_config(json.loads(FAMILIES.read_text())["gpt_oss"])
