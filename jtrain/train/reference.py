@@ -21,6 +21,7 @@ from jtrain.data.teacher import TeacherWriter
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch
 from jtrain.model.adapters.adapted_kernel import without_adapter
+from jtrain.runtime.multihost import same_everywhere
 from jtrain.step.objective import DPO, Distillation
 from jtrain.step.preferences.pair_step import without_adapters
 from jtrain.step.train_step import make_eval_step
@@ -98,6 +99,10 @@ def _write_teacher(run: Run, objective: Distillation, *, workdir: Path, out: Pat
     writer = TeacherWriter(out, top_k=objective.top_k, teacher=f"step {teacher.step} of {workdir.resolve()}")
     is_writer = jax.process_index() == 0
     num_stored = len(writer.stored)
+    if not same_everywhere(str(num_stored)):
+        raise UserError(
+            f"--out {out}: the processes find different samples there. Give a folder that all hosts share."
+        )
     if is_writer and num_stored:
         print_line(f"{num_stored:,} samples are in {out} already")
     for batch, ids in _all_batches(run, run.data.named_sources, columns, context=context):
@@ -108,7 +113,9 @@ def _write_teacher(run: Run, objective: Distillation, *, workdir: Path, out: Pat
         said = jax.device_get(step(teacher.params, put_batch(batch, mesh)))
         id_BLJ, logprob_BLI = (array[:, ids.column_L] for array in (said.id, said.logprob))
         for sample in samples:
-            writer.add(sample, id_BLJ[sample.row], logprob_BLI[sample.row])
+            if is_writer:
+                writer.add(sample, id_BLJ[sample.row], logprob_BLI[sample.row])
+            writer.stored.add(sample.hash)
         if is_writer:
             writer.flush_full()
     if is_writer:
@@ -135,8 +142,8 @@ def _all_batches(
     data = dataclasses.replace(
         run.data,
         path=None,
-        # A source of weight 0 would never be read.
-        sources={name: dataclasses.replace(source, weight=1.0) for name, source in sources.items()},
+        # A source of weight 0 would never be read. `data`, the name of the one at data.path, is no name of others.
+        sources={f"all_{name}": dataclasses.replace(source, weight=1.0) for name, source in sources.items()},
         mixture=Constant(),
         eval_fraction=0.0,
         epochs=1,

@@ -1,5 +1,6 @@
 """Runs that learn from a stored teacher: from its workdir to the loss, what is refused, and a writer that is killed."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run
+from jtrain.data import open_dataset
 from jtrain.data.references import samples_in
 from jtrain.data.teacher import StoredTeacher, TeacherWriter, keep, parts_in
 from jtrain.errors import FileError, UserError
@@ -136,6 +138,31 @@ def test_a_writer_goes_on_where_another_ended(
     # Nothing is left to say, so nothing is written.
     assert write_reference(run, workdir=folder / "teacher", out=out, devices=jax.devices()) == 61
     assert len(parts_in(out)) == 2
+
+
+def test_pieces_of_text_are_found_again_in_every_epoch(teacher: tuple[Path, Path], tmp_path: Path) -> None:
+    """Documents of one to five rows, packed otherwise in each epoch, at data.path and with some held out."""
+    _, folder = teacher
+    rng, texts = np.random.default_rng(0), tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_bytes(
+            rng.integers(97, 122, rng.integers(20, 600)).astype(np.uint8).tobytes()
+        )
+    sets = (f"data.path={texts}/*.txt", "data.seq_len=128", "data.global_batch=8", "model.vocab_size=264")
+    run = build_run(load_config("tiny", ["debug", "distill"], (*sets, "data.packing=best_fit", *STUDENT)))
+    count = write_reference(run, workdir=folder / "teacher", out=tmp_path / "said", devices=jax.devices())
+    stored = StoredTeacher(str(tmp_path / "said"), top_k=5)
+    data = dataclasses.replace(run.data, epochs=3, eval_fraction=0.2, engine="inline")
+    found = list[int]()
+    with open_dataset(data, seed=1).train_batches() as batches:
+        for batch in batches:
+            ids = batch.token_BL, batch.target_BL, batch.segment_BL
+            _, logprob_BLI = stored.at_targets(*ids, np.arange(128), vocab_size=264)
+            total_BL = np.exp(logprob_BLI).sum(axis=-1)
+            np.testing.assert_allclose(total_BL[batch.target_BL >= 0], 1.0, rtol=1e-5)
+            found.append(len(list(samples_in(*ids))))
+    assert sum(found) > 2 * count
 
 
 def test_what_does_not_fit_is_refused_with_a_way_out(
