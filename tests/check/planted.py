@@ -146,6 +146,13 @@ BUGS = {
         words_of("text", "mesh.context=2"),
         "mesh.context = one device",
     ),
+    "distillation: every device has the teacher's tokens in its own columns": PlantedBug(
+        KERNELS + "linear_cross_entropy/soft_targets.py",
+        "column_CJ = vocab.column(id_CJ, width)",
+        "column_CJ = id_CJ",
+        (*words_of("chats", "mesh.tensor=2"), "--with", "distill"),
+        "mesh.tensor = one device",
+    ),
     "pairs: better and worse change places over context": PlantedBug(
         "jtrain/step/preferences/pair_loss.py",
         "weight_BL = -grad_BS[",
