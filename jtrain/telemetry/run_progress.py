@@ -94,15 +94,18 @@ class RunProgressBar(PlainProgress):
         self._console = console
         self._step_width = max(7, 2 * len(str(num_steps)) + 1)
         self._best_tokens_per_s = 0.0
+        self._column_names: list[str] = []
         self._task = self._bar.add_task("compiling", total=num_steps, completed=start_step)
         self._bar.start()
 
     def train(self, line: TrainLine) -> None:
         cells = self._cells(line)
-        if not self._has_line:
-            self._has_line = True
-            names = " ".join(f"{name:>{width}}" for name, _, width in cells)
-            self._print(f"{'step':>{self._step_width}} {names}", "dim")
+        self._has_line = True
+        names = [f"{name:>{width}}" for name, _, width in cells]
+        # Again where a column changes its meaning: the first trace window measures the machine's peak.
+        if names != self._column_names:
+            self._column_names = names
+            self._print(f"{'step':>{self._step_width}} {' '.join(names)}", "dim")
         step = f"{line.step}/{self.num_steps}"
         texts = " ".join(f"{text:>{width}}" for _, text, width in cells)
         self._print(f"{step:>{self._step_width}} {texts}")
@@ -114,9 +117,7 @@ class RunProgressBar(PlainProgress):
         # The speed of an attempt's first line is mostly that of the compiler.
         if self._has_line:
             self._best_tokens_per_s = max(self._best_tokens_per_s, line.tokens_per_s)
-        best = self._best_tokens_per_s
-        # 0 where no line had targets.
-        share = line.mfu if line.mfu is not None or best == 0.0 else line.tokens_per_s / best
+        name, share = self._share(line)
         host_gib = None if line.host_rss_mib is None else line.host_rss_mib / 1024
         gib = host_gib if line.device_memory_peak_gib is None else line.device_memory_peak_gib
         cells = [
@@ -124,8 +125,7 @@ class RunProgressBar(PlainProgress):
             ("gradient", f"{line.grad_norm:.4g}", 9),
             ("rate", f"{line.learning_rate:.2e}", 9),
             ("tokens/s", _count(line.tokens_per_s), 9),
-            # Without a published peak, the fastest that this machine was in this run.
-            ("of best" if line.mfu is None else "MFU", "-" if share is None else f"{share:.1%}", 8),
+            (name, "-" if share is None else f"{share:.1%}", 8),
             ("memory", "-" if gib is None else f"{gib:.1f} GiB", 10),
             ("left", _duration(left_s) if self._has_line else "-", 8),
         ]
@@ -136,6 +136,18 @@ class RunProgressBar(PlainProgress):
             ]
             cells.insert(-1, ("clock", "-" if line.clock_mhz is None else f"{line.clock_mhz:.0f} MHz", 10))
         return cells
+
+    def _share(self, line: TrainLine) -> tuple[str, float | None]:
+        """Share of the published peak, else of the measured one, else of the best speed of this run; None before
+        there is one.
+        """
+        if line.mfu is not None:
+            return "MFU", line.mfu
+        if line.measured_peak_share is not None:
+            return "of peak", line.measured_peak_share
+        best = self._best_tokens_per_s
+        # 0 where no line had targets.
+        return "of best", line.tokens_per_s / best if best else None
 
     def evaluation(self, step: int, name: str, text: str) -> None:
         # Its own step: rows of train steps come at other steps than evaluations do.
@@ -178,7 +190,9 @@ def summary(line: TrainLine, num_steps: int, *, is_first: bool) -> str:
     Args:
       is_first: True for the first line of an attempt.
     """
-    mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
+    share = line.measured_peak_share
+    of_peak = "" if share is None else f"  {share:.1%} of the measured peak"
+    mfu = of_peak if line.mfu is None else f"  MFU {line.mfu:.1%}"
     remaining_s = (num_steps - line.step) * line.step_time_ms / 1e3
     # The time of an attempt's first line is mostly compilation, so it gives no estimate.
     eta = "" if is_first or line.step == num_steps else f"  ETA {_duration(remaining_s)}"

@@ -57,6 +57,7 @@ def train(
     watchers: Sequence[Callback] = (),
     devices: Sequence[jax.Device] | None = None,
     train_step: Any = None,
+    cache: Path | None = None,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -72,6 +73,7 @@ def train(
       watchers: callbacks besides the built-in ones and those of the config; they come first.
       devices: those of `run.mesh`, of each process equally many; None for all that are here.
       train_step: compiled step of another attempt of this process that began as this one does; None makes one.
+      cache: the user's cache, which keeps the peaks of a machine whose maker publishes none; None measures none.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data
@@ -115,7 +117,7 @@ def train(
         # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.
         StopRequest() as stop,
         Callbacks(
-            [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *prepared.user_callbacks]
+            [*watchers, integrity, *built_in_callbacks(run, workdir, lock, cache), *prepared.user_callbacks]
         ) as callbacks,
         open_local_memory(setup, home, checkpoints, config_text) as local,
     ):

@@ -12,7 +12,7 @@ import pytest
 
 from jtrain.telemetry.metrics import EvalResult, MetricsSpec, TrainLine
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.telemetry.run_progress import ProgressStream, RunProgressBar, sparkline
+from jtrain.telemetry.run_progress import ProgressStream, RunProgressBar, sparkline, summary
 from tests.telemetry.screens import screen
 from tests.telemetry.test_metrics import Terminal, line
 
@@ -99,12 +99,23 @@ def test_the_share_is_of_the_peak_where_one_is_published(tmp_path: Path) -> None
     assert [row.split()[5] for row in train_rows(rows)] == ["41.2%"] * 3
 
 
+def test_a_measured_peak_is_named_once_it_is_known(terminal_of_80: None) -> None:
+    """The heading comes again where its column changes its meaning; without a terminal the line says it in words."""
+    unknown, known = line(10, mfu=None), line(20, mfu=None, measured_peak_share=0.1234)
+    names, first, again, second, *_ = table_of(Terminal(), unknown, known, from_row=0)
+    assert (names[5:7], first[5]) == (["of", "best"], "-")
+    assert (again[5:7], second[5]) == (["of", "peak"], "12.3%")
+    assert "tokens/s  12.3% of the measured peak" in summary(known, 1000, is_first=False)
+    assert "peak" not in summary(unknown, 1000, is_first=False)
+    assert "measured" not in summary(line(20, mfu=0.4, measured_peak_share=0.1), 1000, is_first=False)
+
+
 def train_rows(rows: list[str]) -> list[str]:
     """Rows of the table that are of train steps."""
     return [row for row in rows if "/1000" in row and " eval" not in row]
 
 
-def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0) -> list[list[str]]:
+def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0, from_row: int = 1) -> list[list[str]]:
     """Words of the rows that a run of 1,000 steps prints for these lines."""
     progress = RunProgressBar(stream, 1000, start_step)
     try:
@@ -113,7 +124,7 @@ def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0) -> list[l
         progress.evaluation(0, "eval", "loss 2.2500 nats")
     finally:
         progress.close()
-    return [row.split() for row in screen(stream.getvalue(), 80)[1:]]
+    return [row.split() for row in screen(stream.getvalue(), 80)[from_row:]]
 
 
 def test_the_first_line_of_an_attempt_has_no_speed_to_compare(terminal_of_80: None) -> None:

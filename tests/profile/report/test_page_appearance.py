@@ -93,7 +93,7 @@ def test_every_chart_and_control_has_a_name(page: browser.Page, tmp_path: Path) 
         "exposed communication: 158.6 ms, 13.0% of the step",
         "temporaries over step 22, up to 24.00 GiB",
     )
-    for expected in (*parts, "SM clock in MHz", "power in W", "°C"):
+    for expected in (*parts, "core clock in MHz", "power in W", "°C"):
         assert any(expected in name for name in names), expected
     unnamed = (
         "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"

@@ -54,9 +54,25 @@ def test_nothing_is_said_to_be_lost_where_no_peak_is_known() -> None:
     assert re.search(r"computing +█+ +900.0 ms +75.0%", text)
     assert "low utilisation" not in text
     assert "the math's share is unknown; the largest loss is idle: 300.0 ms, 25.0%" in text
-    assert "MFU, of the specified peak unknown" in text
+    assert "MFU, of" not in text
     assert len(found := advice.advise(breakdown)) == 1
     assert found[0].startswith("Idle: 300.0 ms")
+
+
+def test_a_cpu_with_a_measured_peak_has_no_unknown_figure() -> None:
+    """Tiles and columns that a CPU cannot fill are left out, with one note; the peak is said to be measured."""
+    text = " ".join(printed(example.on_cpu()).split())
+    known, notes = text.split("Unknown values, with the reason")
+    assert "unknown" not in known
+    assert "(cpu) reads none" in notes
+    assert (
+        "MFU, of the measured peak 46.0%; MFU, of the measured peak at the clock while it computed 50"
+        in known
+    )
+    assert "energy per token" not in known
+    assert "device 0 156.0 ms" not in known
+    assert "core clock" in known
+    assert "power" not in known.split("Devices, mean over the steps")[1]
 
 
 def test_a_part_that_some_steps_do_not_know_keeps_the_sum() -> None:
