@@ -3,14 +3,29 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol, cast, runtime_checkable
+from typing import IO, NamedTuple, Protocol, cast, runtime_checkable
 
 from jtrain.telemetry.metrics import FILE, TrainLine, read
 
 WIDE = 120
 """Columns of a terminal from which a step has more figures."""
+
+SAMPLE_LINES = 6
+"""Lines of a sampled text that a terminal shows."""
+
+
+class Sample(NamedTuple):
+    """A text that a trained model continued.
+
+    seconds: what sampling it took, compilation included.
+    """
+
+    prompt: str
+    text: str
+    seconds: float
 
 
 @runtime_checkable
@@ -48,14 +63,22 @@ class PlainProgress:
     def evaluation(self, step: int, name: str, text: str) -> None:
         self.say(f"step {step}/{self.num_steps}  {name} {text}")
 
-    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+    def end(
+        self,
+        workdir: Path,
+        home: Path,
+        next_commands: Sequence[str],
+        sample: Callable[[], Sample | str | None],
+    ) -> None:
         """Says what a run left, and what a user would do next.
 
         Args:
           workdir: folder on this machine that has the run's files.
           home: the folder that the user named; `workdir`, or one in an object store.
+          sample: samples a text from the trained model, for a user who watches; or says why there is none, or is
+            silent about it.
         """
-        del workdir, home
+        del workdir, home, sample
         self.say(f"next: {next_commands[0]}")
 
     def say(self, text: str) -> None:
@@ -155,14 +178,41 @@ class RunProgressBar(PlainProgress):
         loss, _, rest = text.removeprefix("loss ").partition(" ")
         self._print(f"{step_text:>{self._step_width}} {loss:>9} {rest}  {name}", "cyan")
 
-    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+    def end(
+        self,
+        workdir: Path,
+        home: Path,
+        next_commands: Sequence[str],
+        sample: Callable[[], Sample | str | None],
+    ) -> None:
         losses = [line["loss_nats"] for line in read(workdir / FILE) if line.get("loss_nats") is not None]
         if len(losses) > 1 and _is_unicode(self._console.encoding):
             self._print(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
+        self._bar.update(self._task, description="sampling a text")
+        self._print_sample(sample())
         # Not those of `home`: clients of stores raise errors of their own, and the run is complete.
         self._print(f"in {home}: {', '.join(sorted(path.name for path in workdir.glob('[!.]*')))}")
         for command in next_commands:
             self._print(f"next: {command}", "bold")
+
+    def _print_sample(self, sample: Sample | str | None) -> None:
+        """Prints the first lines of a sampled text, within the terminal's width."""
+        if not isinstance(sample, Sample):
+            if sample is not None:
+                self._print(sample)
+            return
+        self._print(f"a text by the model, in {sample.seconds:.1f} s:")
+        lines = [*sample.prompt.splitlines(), ""]
+        # The continuation begins in the prompt's last line.
+        lines[-2:] = f"{''.join(lines[-2:])}{sample.text}".splitlines()
+        rows: list[str] = []
+        for line in lines:
+            # A model may write control characters, which a terminal would obey.
+            visible = "".join(c if c.isprintable() else "?" for c in line.expandtabs(4))
+            shown = visible.encode(self._console.encoding, "replace").decode(self._console.encoding)
+            rows += textwrap.wrap(shown, self._console.width - 3, drop_whitespace=False) or [""]
+        for row in rows[:SAMPLE_LINES]:
+            self._print(f"  {row}".rstrip(), "green")
 
     def say(self, text: str) -> None:
         self._print(text, "yellow" if text.lower().startswith("warning") else "")

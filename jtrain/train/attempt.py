@@ -5,6 +5,7 @@ set_up -> lock of the workdir -> restored state -> Attempt -> Loop.run
 
 import contextlib
 import dataclasses
+import functools
 import shlex
 import time
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from jtrain.train.callbacks import Callback, Callbacks, RunContext, load_callbac
 from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.loop import Attempt, Loop
 from jtrain.train.restart_point import RestartPoint
+from jtrain.train.sampling import sample_at_end
 from jtrain.train.setup import Setup, print_line, set_up
 from jtrain.train.store_mirror import StoreMirror
 from jtrain.train.weight_stream import WeightStream
@@ -192,7 +194,8 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
             if is_complete:
-                metrics.end(home, _next_commands(run, workdir, home))
+                sample = functools.partial(sample_at_end, checkpoints, run, loop.step)
+                metrics.end(home, _next_commands(run, workdir, home), sample)
     return DONE if is_complete else STOPPED
 
 
