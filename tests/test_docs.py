@@ -147,13 +147,16 @@ def newcomer_commands(corpus: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_a_newcomer_follows_the_pages_and_each_next_command(tmp_path: Path) -> None:
-    """The guided path: in one folder, in their order, with a short `tiny`; each ends with a command that runs too."""
-    text = (ROOT / "configs" / "tiny.py").read_text()
-    for old, new in (("num_steps=300", "num_steps=30"), ("d_model=256", "d_model=64"), ("=100)", "=15)")):
-        assert old in text
-        text = text.replace(old, new)
+    """The guided path: in one folder, in their order, with short configs; each ends with a command that runs too."""
+    shorter = [("num_steps=300", "num_steps=30"), ("d_model=256", "d_model=64"), ("=100)", "=15)")]
+    earlier = [("(50, _PROSE)", "(5, _PROSE)"), ("(200, _CODE)", "(20, _CODE)")]
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "tiny.py").write_text(text)
+    for name, changes in {"tiny": shorter, "mixture": [*shorter, *earlier]}.items():
+        text = (ROOT / "configs" / f"{name}.py").read_text()
+        for old, new in changes:
+            assert old in text, (name, old)
+            text = text.replace(old, new)
+        (tmp_path / "configs" / f"{name}.py").write_text(text)
     corpus = tmp_path / "my"
     corpus.mkdir()
     documents = ({"text": f"document {number} says {number * number}. " * 8} for number in range(2000))
