@@ -147,7 +147,7 @@ def newcomer_commands(corpus: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_a_newcomer_follows_the_pages_and_each_next_command(tmp_path: Path) -> None:
-    """The guided path: in one folder, in their order, with short configs; each ends with a command that runs too."""
+    """In one folder, in their order, with short configs; each ends with a command that runs as well."""
     shorter = [("num_steps=300", "num_steps=30"), ("d_model=256", "d_model=64"), ("=100)", "=15)")]
     earlier = [("(50, _PROSE)", "(5, _PROSE)"), ("(200, _CODE)", "(20, _CODE)")]
     (tmp_path / "configs").mkdir()

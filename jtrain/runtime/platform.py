@@ -30,8 +30,8 @@ and the system need the rest."""
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
-    """Folder for what is made once for a user and a machine: compiled programs, local folders of runs in stores,
-    measured peaks.
+    """Folder for what is made once for a user and a machine: compiled programs, measured peaks, local folders of
+    runs in stores.
     """
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jtrain"
 

@@ -159,8 +159,8 @@ class Metrics:
     def end(
         self, home: Path, next_commands: Sequence[str], sample: Callable[[], Sample | str | None]
     ) -> None:
-        """Says what the run left in `home`, and which commands a user would type next; on a terminal shows what
-        `sample` returns as well.
+        """Says what the run left in `home`, and which commands a user would type next; on a terminal shows
+        what `sample` returns as well.
         """
         if self._progress is not None:
             # A stream may be broken, and so may the disk that keeps the lines.

@@ -75,8 +75,8 @@ class PlainProgress:
         Args:
           workdir: folder on this machine that has the run's files.
           home: the folder that the user named; `workdir`, or one in an object store.
-          sample: samples a text from the trained model, for a user who watches; or says why there is none, or is
-            silent about it.
+          sample: samples a text from the trained model, for a user who watches; or says why there is none,
+            or is silent about it.
         """
         del workdir, home, sample
         self.say(f"next: {next_commands[0]}")
@@ -161,8 +161,8 @@ class RunProgressBar(PlainProgress):
         return cells
 
     def _share(self, line: TrainLine) -> tuple[str, float | None]:
-        """Share of the published peak, else of the measured one, else of the best speed of this run; None before
-        there is one.
+        """Share of the published peak, else of the measured one, else of the best speed of this run; None
+        before there is one.
         """
         if line.mfu is not None:
             return "MFU", line.mfu
@@ -209,8 +209,8 @@ class RunProgressBar(PlainProgress):
         for line in lines:
             # A model may write control characters, which a terminal would obey.
             visible = "".join(c if c.isprintable() else "?" for c in line.expandtabs(4))
-            shown = visible.encode(self._console.encoding, "replace").decode(self._console.encoding)
-            rows += textwrap.wrap(shown, self._console.width - 3, drop_whitespace=False) or [""]
+            visible = visible.encode(self._console.encoding, "replace").decode(self._console.encoding)
+            rows += textwrap.wrap(visible, self._console.width - 3, drop_whitespace=False) or [""]
         for row in rows[:SAMPLE_LINES]:
             self._print(f"  {row}".rstrip(), "green")
 

@@ -75,7 +75,8 @@ def train(
       watchers: callbacks besides the built-in ones and those of the config; they come first.
       devices: those of `run.mesh`, of each process equally many; None for all that are here.
       train_step: compiled step of another attempt of this process that began as this one does; None makes one.
-      cache: the user's cache, which keeps the peaks of a machine whose maker publishes none; None measures none.
+      cache: the user's cache, which keeps the peaks of a machine whose maker publishes none; None measures
+        none.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data

@@ -81,15 +81,16 @@ def _load(checkpoints: Checkpoints, step: int | None) -> Trained:
 
 
 def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str | None:
-    """Samples a short text from the last checkpoint of a run: after the first of `eval.prompts`, else a new document.
+    """Samples a short text from the last checkpoint of a run: after the first of `eval.prompts`, else a new
+    document.
 
     Only of a small model in a single process, where it takes a few seconds, most of them the compiler's: more
-    parameters, or weights that several processes hold, would keep a machine busy for a few words. `jtrain generate`
-    samples from every run.
+    parameters, or weights that several processes hold, would keep a machine busy for a few words. `jtrain
+    generate` samples from every run.
 
     Returns:
-      The text; one line where something unforeseen went wrong, which must not fail a run that is complete; None
-      where no text is due.
+      The text; one line where something unforeseen went wrong, which must not fail a run that is complete;
+      None where no text is due.
     """
     num_params = sum(math.prod(info.shape) for info in jax.tree.leaves(run.model.param_infos()))
     if multihost.process_count() > 1 or num_params > SAMPLED_PARAMS:

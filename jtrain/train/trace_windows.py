@@ -14,13 +14,13 @@ from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.memory import memory
 from jtrain.profile.analysis.pipeline_trace import facts_of
+from jtrain.profile.capture.device_peaks import DevicePeaks
 from jtrain.profile.capture.trace import compiled_text
 from jtrain.profile.capture.windows import Windows
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.profile.trace_dir import FOLDER
 from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext
-from jtrain.train.device_peaks import DevicePeaks
 from jtrain.train.goodput_ledger import GoodputLedger
 
 MODULE = "jit_train_step"

@@ -1,6 +1,5 @@
 """Sampling: cached decoding equals the model, and the text depends only on checkpoint, prompt and seed."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +31,7 @@ from jtrain.model.kv_cache_decode import (
 from jtrain.model.param import init_params, map_params
 from jtrain.model.rope import Llama3Scaling, QueryTemperature, RopeSpec
 from jtrain.model.transformer import Transformer
-from jtrain.telemetry.run_progress import Sample
-from jtrain.train import sampling
-from jtrain.train.sampling import SAMPLE_TOKENS, load, sample_at_end, stream
+from jtrain.train.sampling import load, stream
 from tests.compilations import count_programs
 
 SIZES: dict[str, Any] = dict(
@@ -342,37 +339,6 @@ def test_a_checkpoint_is_read_in_the_compute_dtype(workdir: Path) -> None:
     assert trained.params["final_norm"]["scale_D"].dtype == jnp.float32
     assert trained.params["embed_VD"].dtype == jnp.bfloat16
     assert load(workdir, 1).step == 1
-
-
-def test_a_run_ends_with_the_text_that_the_verb_would_sample(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the first of eval.prompts, or as a new document; left out where it would be dear or has no room."""
-    trained = load(workdir, 1)
-    run = build_run(load_config("tiny", sets=[f"model.{key}={value}" for key, value in SIZES.items()]))
-    asked = dataclasses.replace(run, eval=dataclasses.replace(run.eval, prompts=("def ", "class ")))
-    with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-        for ended, prompt in ((run, ""), (asked, "def ")):
-            found = sample_at_end(checkpoints, ended, 1)
-            assert isinstance(found, Sample)
-            text = sample(
-                trained.model,
-                trained.params,
-                trained.tokenizer,
-                prompt,
-                context=256,
-                max_tokens=SAMPLE_TOKENS,
-            )
-            assert found[:2] == (prompt, text)
-            assert len(text) > 10
-            assert found.seconds > 0
-        too_long = dataclasses.replace(run, eval=dataclasses.replace(run.eval, prompts=("x" * 300,)))
-        assert sample_at_end(checkpoints, too_long, 1) is None, "no room for an answer"
-        monkeypatch.setattr(sampling, "SAMPLED_PARAMS", 20_000)
-        assert sample_at_end(checkpoints, run, 1) is None, "28,704 parameters, so many are dear here"
-    monkeypatch.undo()
-    broken = object.__new__(Checkpoints)
-    assert str(sample_at_end(broken, run, 1)).startswith("no text by the model: AttributeError: ")
 
 
 def test_the_verb_prints_the_prompt_and_what_follows(

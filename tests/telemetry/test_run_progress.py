@@ -112,7 +112,7 @@ def test_the_share_is_of_the_peak_where_one_is_published(tmp_path: Path) -> None
 
 
 def test_a_measured_peak_is_named_once_it_is_known(terminal_of_80: None) -> None:
-    """The heading comes again where its column changes its meaning; without a terminal the line says it in words."""
+    """The heading comes again where a column changes its meaning; without a terminal words say it."""
     unknown, known = line(10, mfu=None), line(20, mfu=None, measured_peak_share=0.1234)
     names, first, again, second, *_ = table_of(Terminal(), unknown, known, from_row=0)
     assert (names[5:7], first[5]) == (["of", "best"], "-")

@@ -42,7 +42,7 @@ def steps(workdir: Path) -> list[int]:
 def test_a_terminal_shows_a_text_by_the_model_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On eight devices, after the loss and before the files; a stopped run, which is not complete, has none."""
+    """On eight devices, after the loss and before the files."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -1,7 +1,7 @@
 """Advice on what to change next: rules that name the setting and the expected gain, the largest gain first.
 
-A gain is read off the numbers of the page: the seconds per step that the change can remove at most. No rule names a
-tool or a cause of another platform.
+A gain is read off the numbers of the page: the seconds per step that the change can remove at most. No rule
+names a tool or a cause of another platform.
 """
 
 import collections
@@ -138,10 +138,10 @@ def _data_wait(breakdown: Breakdown, step: StepBreakdown) -> Advice:
 
 
 _POWER = {
-    "nvidia": "`nvidia-smi --power-limit` sets it, within the board's range; a lower limit trades tokens/s for J per "
-    "token.",
-    "amd": "`amd-smi set --power-cap` sets it, within the board's range; a lower limit trades tokens/s for J per "
-    "token.",
+    "nvidia": "`nvidia-smi --power-limit` sets it, within the board's range; a lower limit trades tokens/s for "
+    "J per token.",
+    "amd": "`amd-smi set --power-cap` sets it, within the board's range; a lower limit trades tokens/s for "
+    "J per token.",
 }
 _HEAT = {
     "nvidia": "improve cooling, or lower `nvidia-smi --power-limit`.",
@@ -150,14 +150,14 @@ _HEAT = {
     "tpu": "ask the provider for another host.",
 }
 _OTHER_CLOCK = {
-    "nvidia": "`nvidia-smi --lock-gpu-clocks` holds a clock, if you have the permission; the throttle reasons over the "
+    "nvidia": "`nvidia-smi --lock-gpu-clocks` holds a clock, if you have the permission; the throttle reasons "
+    "over the steps show when it drops.",
+    "amd": "`amd-smi set --perf-level` holds a clock, if you have the permission; the throttle reasons over the "
     "steps show when it drops.",
-    "amd": "`amd-smi set --perf-level` holds a clock, if you have the permission; the throttle reasons over the steps "
-    "show when it drops.",
-    "cpu": "other programs on these cores, or other guests of a shared host, look like a lower clock. End them, or "
-    "give the run cores of its own.",
-    "tpu": "the throttle score over the steps shows when it drops; no setting of a program changes it. Where one host "
-    "stays slower than the others, ask the provider for another one.",
+    "cpu": "other programs on these cores, or other guests of a shared host, look like a lower clock. End them, "
+    "or give the run cores of its own.",
+    "tpu": "the throttle score over the steps shows when it drops; no setting of a program changes it. Where one "
+    "host stays slower than the others, ask the provider for another one.",
 }
 """What to do about a low clock by its cause, for each kind of device that has a tool."""
 
@@ -272,10 +272,10 @@ def _more_bytes(breakdown: Breakdown) -> list[Advice]:
     for row in breakdown.communication:
         if row.planned_bytes and row.wire_bytes > (1 + EXCESS_BYTES) * row.planned_bytes and row.exposed_s:
             text = (
-                f"{comm_name(row)} sends {size(row.wire_bytes)} where the plan has {size(row.planned_bytes)}, "
-                f"{row.wire_bytes / row.planned_bytes:.2f} times as much, and {seconds(row.exposed_s)} of it is "
-                "exposed: the compiler uses a wider dtype or sends arrays twice; see precision.reduce_dtype and "
-                "layout.remat."
+                f"{comm_name(row)} sends {size(row.wire_bytes)} where the plan has "
+                f"{size(row.planned_bytes)}, {row.wire_bytes / row.planned_bytes:.2f} times as much, and "
+                f"{seconds(row.exposed_s)} of it is exposed: the compiler uses a wider dtype or sends arrays "
+                "twice; see precision.reduce_dtype and layout.remat."
             )
             # The exposed time of the bytes beyond the plan.
             advice.append(Advice(text, row.exposed_s * (1 - row.planned_bytes / row.wire_bytes)))

@@ -172,7 +172,7 @@ def break_down(
 def _at_least_reached(
     peaks: Peaks, events: Events, losses: EventLosses, device_steps: list[DeviceStep]
 ) -> Peaks:
-    """A measured peak, raised to what the devices reached in a step: it was measured while the machine was busy."""
+    """A measured peak, raised to what the devices reached in a step: the machine was busy when it was measured."""
     if peaks.flops is None or peaks.measured is None:
         return peaks
     flops = np.array([op.flops for op in events.ops], float)[events.op]
@@ -296,9 +296,9 @@ def _notes(
     notes = []
     if is_raised:
         notes.append(
-            f"A step computed faster than the peak that this machine measured on {peaks.measured}, so the machine "
-            "was busy then: the peak is what the step reached. Remove the folder peaks of the user's cache, "
-            "~/.cache/jtrain, and the next trace measures again."
+            f"A step computed faster than the peak that this machine measured on {peaks.measured}, so the "
+            "machine was busy then: the peak is what the step reached. Remove the folder peaks of the user's "
+            "cache, ~/.cache/jtrain, and the next trace measures again."
         )
     if peaks.flops is None:
         notes.append(
@@ -337,7 +337,7 @@ def _notes(
 
 
 def _energy_notes(steps: list[StepBreakdown], sampled: Mapping[int, Samples]) -> list[str]:
-    """Says why the energy of a step is unknown, where clocks were sampled; without samples another note says it."""
+    """Says why a step's energy is unknown, where clocks were sampled; without samples another note says it."""
     if not sampled or all(step.energy_j is not None for step in steps):
         return []
     sources = ", ".join(sorted({device_samples.source for device_samples in sampled.values()}))

@@ -82,7 +82,7 @@ def part_mean(values: Sequence[float | None]) -> float | None:
 
 
 def peaks_line(breakdown: Breakdown) -> str | None:
-    """The peaks that times are compared with, where this machine measured them; None where they are published."""
+    """The peaks that times are compared with, where this machine measured them; None where one is published."""
     peaks = breakdown.peaks
     if peaks.flops is None or peaks.measured is None:
         return None

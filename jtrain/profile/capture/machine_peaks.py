@@ -1,7 +1,8 @@
 """Peaks of a machine whose maker publishes none: the best rates of its own matrix products and copies.
 
-A published peak is what hardware could do; a measured one is what the same compiler reaches here with the work it
-does best. It takes about 2 s and is kept in the user's cache, one file for each machine, dtype and version of jaxlib.
+A published peak is what hardware could do; a measured one is what the same compiler reaches here with the work
+it does best. It takes about 2 s and is kept in the user's cache, one file for each machine, dtype and version of
+jaxlib.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def _bytes_per_s(device: Any) -> float:
 
 
 def _best_s(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of the calls that `SPENT_S` has room for; the first one compiles and is not timed."""
+    """Seconds of the fastest of the calls that `SPENT_S` has room for; the first one compiles, untimed."""
     import jax
 
     jax.block_until_ready(call())

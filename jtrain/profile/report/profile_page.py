@@ -95,7 +95,7 @@ def processes_table(processes: Sequence[Breakdown]) -> Table:
 
 
 def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
-    """Key figures: step time, tokens per second, energy per token, MFU, coverage; the notes say why one is missing."""
+    """Key figures: step time, tokens per second, energy per token, MFU, coverage; notes say why one is missing."""
     step, joules = mean_step(breakdown), figures.joules_per_token(breakdown)
     return [
         ("step, mean", seconds(step.duration_s)),

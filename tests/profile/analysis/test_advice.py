@@ -1,4 +1,4 @@
-"""Advice of made-up traces of every platform: never a tool or a cause of another one, always with its gain."""
+"""Advice of made-up traces of every platform: no tool or cause of another one, always with its gain."""
 
 import dataclasses
 import itertools
@@ -66,7 +66,7 @@ def test_no_advice_is_of_another_platform(machine: str, cause: str) -> None:
 
 
 def test_a_gain_is_a_number_of_the_page() -> None:
-    """Half of a reduction whose bytes are halved, a whole wait, the seconds of one cause, the ops of a layer."""
+    """Half of a reduction whose bytes are halved, a whole wait, seconds of one cause, the ops of a layer."""
     breakdown = lossy("nvidia", "power")
     gain = {
         line.partition(":")[0]: line.rpartition("at most ")[2].partition(" of a step")[0]
@@ -83,7 +83,7 @@ def test_a_gain_is_a_number_of_the_page() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_trace_s_own_advice_is_of_its_platform(machine: str) -> None:
-    """From events and clocks to lines: the clock falls to half for a third of the step, the driver says nothing."""
+    """From events and clocks to lines: the clock falls for most of the step, and the driver says nothing."""
     platform, kind = MACHINES[machine]
     trace = dataclasses.replace(TRACE, platform=platform, device_kind=kind)
     facts = FACTS | {"platform": platform, "device_kind": kind}

@@ -279,7 +279,7 @@ def test_a_measured_peak_is_one_and_says_when() -> None:
 
 
 def test_a_step_that_is_faster_than_the_measured_peak_raises_it() -> None:
-    """Both devices execute 5e12 FLOPs in 15 ms, 1 ms of them lost to overlap: no part of a step is below 0."""
+    """Both devices execute 5e12 FLOPs in 15 ms, 1 ms of it lost to overlap: no part is below 0."""
     slow = FACTS["peaks"] | {"flops": 1e14, "measured": "2026-11-28 14:36 UTC"}
     found = made(peaks=slow)
     assert found.peaks.flops == pytest.approx(5e12 / 0.014)

@@ -60,7 +60,7 @@ def test_nothing_is_said_to_be_lost_where_no_peak_is_known() -> None:
 
 
 def test_a_cpu_with_a_measured_peak_has_no_unknown_figure() -> None:
-    """Tiles and columns that a CPU cannot fill are left out, with one note; the peak is said to be measured."""
+    """Tiles and columns that a CPU cannot fill are left out, with a note; the peak is said to be measured."""
     text = " ".join(printed(example.on_cpu()).split())
     known, notes = text.split("Unknown values, with the reason")
     assert "unknown" not in known
@@ -102,7 +102,7 @@ def test_energy_per_token_needs_every_steps_energy() -> None:
 
 
 def test_advice_names_the_seconds_and_the_setting() -> None:
-    """Largest gain first: recomputation, the power limit, communication, and a collective larger than planned."""
+    """Largest gain first: recomputation, the power limit, communication, a collective larger than planned."""
     found = advice.advise(example.breakdown())
 
     starts = [

@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.profile.capture import machine_peaks
-from jtrain.train.device_peaks import DevicePeaks
+from jtrain.profile.capture.device_peaks import DevicePeaks
 
 
 @pytest.fixture(autouse=True)

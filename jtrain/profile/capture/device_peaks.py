@@ -10,19 +10,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jtrain.plan.estimate.machine import machine_of
 from jtrain.profile.capture import machine_peaks
 from jtrain.profile.capture.machine_peaks import MachinePeaks
 from jtrain.runtime import multihost
+from jtrain_kernels.device import live
 
 
 class DevicePeaks:
     """Peaks of one device of a run, in one dtype of matrix products.
 
-    published_flops, published_mhz: FLOP/s by the maker, and the clock of that figure; None where none is published,
-      as for a CPU.
-    measured: of one device, where no figure is published and this machine has been measured; in process 0 before
-      the first trace window, in every process after it.
+    published_flops, published_mhz: FLOP/s by the maker, and the clock of that figure; None where none is
+      published, as for a CPU.
+    measured: of one device, where no figure is published and this machine has been measured; in process 0
+      before the first trace window, in every process after it.
 
     Args:
       cache: the user's cache, where measured peaks are kept; None measures nothing.
@@ -34,7 +34,7 @@ class DevicePeaks:
         self._dtype = dtype
         self._cache = cache
         self._say = say
-        self._chip = machine_of([self._device]).device
+        self._chip = live(self._device)
         self.published_flops, self.published_mhz = self._chip.peak_flops(dtype), self._chip.peak_mhz
         # Emulated devices, and processes on one host, divide one CPU among them.
         self._sharers = _devices_of_host(mesh) if self._device.platform == "cpu" else 1
