@@ -202,11 +202,8 @@ class RunProgressBar(PlainProgress):
                 self._print(sample)
             return
         self._print(f"a text by the model, in {sample.seconds:.1f} s:")
-        lines = [*sample.prompt.splitlines(), ""]
-        # The continuation begins in the prompt's last line.
-        lines[-2:] = f"{''.join(lines[-2:])}{sample.text}".splitlines()
         rows: list[str] = []
-        for line in lines:
+        for line in f"{sample.prompt}{sample.text}".splitlines():
             # A model may write control characters, which a terminal would obey.
             visible = "".join(c if c.isprintable() else "?" for c in line.expandtabs(4))
             visible = visible.encode(self._console.encoding, "replace").decode(self._console.encoding)

@@ -98,21 +98,24 @@ def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str
     start_s = time.perf_counter()
     try:
         trained = _load(checkpoints, step)
-        prompt = run.eval.prompts[0] if run.eval.prompts else ""
+        text = run.eval.prompts[0] if run.eval.prompts else ""
+        prompt = prompt_of(trained.data, text) if text else _of_document(trained.tokenizer, "")
         pieces = stream(
             trained.model,
             trained.params,
             trained.tokenizer,
-            prompt_of(trained.data, prompt) if prompt else "",
+            prompt,
             context=trained.context,
             max_tokens=min(SAMPLE_TOKENS, trained.context // 2),
         )
-        text = "".join(pieces)
+        answer = "".join(pieces)
     except UserError:  # no text can begin without a prompt, or the prompt fills the context
         return None
     except Exception as error:  # a compiler raises many types
         return f"no text by the model: {type(error).__name__}: {error}"
-    return Sample(prompt, text, time.perf_counter() - start_s)
+    # In a chat the answer is another message.
+    is_chat = prompt.ids != _of_document(prompt.tokenizer, text).ids
+    return Sample(f"{text}\n" if is_chat else text, answer, time.perf_counter() - start_s)
 
 
 def prompt_of(data: PackedText, text: str) -> Prompt:

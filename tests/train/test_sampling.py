@@ -46,3 +46,16 @@ def test_a_run_ends_with_the_text_that_the_verb_would_sample(
     monkeypatch.undo()
     broken = object.__new__(Checkpoints)
     assert str(sample_at_end(broken, run, 1)).startswith("no text by the model: AttributeError: ")
+
+
+@pytest.mark.slow
+def test_the_answer_of_a_chat_begins_a_line(tmp_path: Path) -> None:
+    """It is another message than the prompt, which is rendered by the template of the run's data."""
+    chat = load_config("tiny_sft", sets=["model.num_layers=1", "model.d_model=32", "eval.prompts=('Who?',)"])
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        params = sharp_params(build_run(chat).model)
+        checkpoints.save(1, {"params": params}, {}, tree.flat(chat))
+        checkpoints.wait()
+        found = sample_at_end(checkpoints, build_run(chat), 1)
+    assert isinstance(found, Sample), found
+    assert found.prompt == "Who?\n"
