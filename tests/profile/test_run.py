@@ -274,9 +274,18 @@ def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     began_s = time.time()
     ended(subprocess.Popen(command, env=environment, **pipes))
-    (trace,) = (tmp_path / "profile" / "10").rglob("*.xplane.pb")
-    assert trace.stat().st_size > 0
-    assert (tmp_path / "profile" / "10" / "report.html").exists()
+    window = tmp_path / "profile" / "10"
+    breakdowns = []
+    for folder in (window, window / "process-1"):
+        (trace,) = (folder / "plugins").rglob("*.xplane.pb")
+        assert trace.stat().st_size > 0
+        assert (folder / "report.html").exists()
+        breakdowns.append(json.loads((folder / "breakdown.json").read_text()))
+    # Process 0 measures the machine that both share, and tells the other.
+    assert breakdowns[0]["peaks"] == breakdowns[1]["peaks"]
+    kept = Path(os.environ["XDG_CACHE_HOME"], "jtrain", "peaks").iterdir()
+    machine = [json.loads(file.read_text())["peaks"]["flops_per_s"] for file in kept]
+    assert pytest.approx(2 * breakdowns[0]["peaks"]["flops"]) in machine
     lines = train_lines(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 21))
     for line in lines:
