@@ -41,7 +41,7 @@ def main() -> None:
             "--no-sandbox",
             "--disable-gpu",
             "--hide-scrollbars",
-            "--window-size=1000,1120",
+            "--window-size=1000,1100",
         ]
         subprocess.run(
             [*look, f"--screenshot={PICTURE}", page.as_uri()], check=True, stderr=subprocess.DEVNULL

@@ -161,6 +161,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
     config.stash[_terminal] = os.dup(2)  # during tests their output is captured
     assert config.cache is not None
+    # Peaks that tests measure, with few optimisations and beside other tests, are none of the user's.
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"

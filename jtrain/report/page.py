@@ -5,6 +5,7 @@ A page embeds the JSON that it shows. A number of it is a `<data>` element with 
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,13 @@ class Page:
     script: str = ""
 
 
+def _with_code(text: str) -> str:
+    """Markup of a sentence: what stands between backticks is code."""
+    import markupsafe  # beside jinja2
+
+    return markupsafe.Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", markupsafe.escape(text)))
+
+
 def html(page: Page) -> str:
     """The page as HTML. Texts are escaped; `</script>` in one of the JSON's does not end its element."""
     import jinja2  # imported here because only pages need it
@@ -121,7 +129,7 @@ def html(page: Page) -> str:
         lstrip_blocks=True,
     )
     # The template calls these by name.
-    environment.filters |= {"bars": bars_svg, "json": json.dumps}
+    environment.filters |= {"bars": bars_svg, "json": json.dumps, "prose": _with_code}
     return environment.get_template("page.html").render(
         page=page,
         # Style and script are inlined: a page is one file, which may be mailed or opened from a disk.

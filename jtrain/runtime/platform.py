@@ -3,7 +3,7 @@
 import ctypes
 import glob
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,13 @@ NUMA_NODES = Path("/sys/devices/system/node")
 HOST_SHARE = 0.8
 """Share of a host's memory for arrays of the run, offloaded or in unified memory; the data plane, checkpoints
 and the system need the rest."""
+
+
+def user_cache(environ: Mapping[str, str]) -> Path:
+    """Folder for what is made once for a user and a machine: compiled programs, measured peaks, local folders of
+    runs in stores.
+    """
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jtrain"
 
 
 def start_jax(
@@ -80,8 +87,7 @@ def start_jax(
         keep_freed_memory()
     # None unless JAX_COMPILATION_CACHE_DIR or the user's own code has set it.
     if jax.config.jax_compilation_cache_dir is None:
-        user_cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache(environ) / "xla"))
         # jax's default skips programs that compile in under a second: for `tiny`, all but the step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Programs of two versions of the code may differ only in the scope

@@ -74,7 +74,9 @@ class TrainLine:
     tokens_per_s: valid targets per second of wall time.
     step_time_ms: wall time per step, everything included.
     data_wait_ms: part of step_time_ms spent waiting for the next batch.
-    mfu: model FLOP/s over the devices' peak.
+    mfu: model FLOP/s over the devices' published peak.
+    measured_peak_share: model FLOP/s over the peak that this machine's own matrix products reached at its
+      first profile; null where a peak is published, and before that profile.
     straggler_score: per host and device, 1 = fastest, lower = straggler; hosts: share of the step time that
       would remain if the host were as fast as the fastest; devices: clock over the highest clock, if clocks
       are known.
@@ -120,6 +122,7 @@ class TrainLine:
     compile_count: int
     reward_margin: float | None = None
     accuracy: float | None = None
+    measured_peak_share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jtrain.telemetry.metrics import (
     drop_after,
     encode,
 )
-from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar
+from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar, Sample
 
 
 class Metrics:
@@ -156,12 +156,16 @@ class Metrics:
             with _broken_stream_allowed():
                 self._progress.say(text)
 
-    def end(self, home: Path, next_commands: Sequence[str]) -> None:
-        """Says what the run left in `home`, and which commands a user would type next."""
+    def end(
+        self, home: Path, next_commands: Sequence[str], sample: Callable[[], Sample | str | None]
+    ) -> None:
+        """Says what the run left in `home`, and which commands a user would type next; on a terminal shows
+        what `sample` returns as well.
+        """
         if self._progress is not None:
             # A stream may be broken, and so may the disk that keeps the lines.
             with _broken_stream_allowed():
-                self._progress.end(self._workdir, home, next_commands)
+                self._progress.end(self._workdir, home, next_commands, sample)
 
     def note(self, step: int, text: str) -> None:
         """Prints a data plane's message and appends it to data.log, without secrets in addresses."""

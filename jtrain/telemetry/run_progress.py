@@ -3,14 +3,29 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol, cast, runtime_checkable
+from typing import IO, NamedTuple, Protocol, cast, runtime_checkable
 
 from jtrain.telemetry.metrics import FILE, TrainLine, read
 
 WIDE = 120
 """Columns of a terminal from which a step has more figures."""
+
+SAMPLE_LINES = 6
+"""Lines of a sampled text that a terminal shows."""
+
+
+class Sample(NamedTuple):
+    """A text that a trained model continued.
+
+    seconds: what sampling it took, compilation included.
+    """
+
+    prompt: str
+    text: str
+    seconds: float
 
 
 @runtime_checkable
@@ -48,14 +63,22 @@ class PlainProgress:
     def evaluation(self, step: int, name: str, text: str) -> None:
         self.say(f"step {step}/{self.num_steps}  {name} {text}")
 
-    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+    def end(
+        self,
+        workdir: Path,
+        home: Path,
+        next_commands: Sequence[str],
+        sample: Callable[[], Sample | str | None],
+    ) -> None:
         """Says what a run left, and what a user would do next.
 
         Args:
           workdir: folder on this machine that has the run's files.
           home: the folder that the user named; `workdir`, or one in an object store.
+          sample: samples a text from the trained model, for a user who watches; or says why there is none,
+            or is silent about it.
         """
-        del workdir, home
+        del workdir, home, sample
         self.say(f"next: {next_commands[0]}")
 
     def say(self, text: str) -> None:
@@ -94,15 +117,18 @@ class RunProgressBar(PlainProgress):
         self._console = console
         self._step_width = max(7, 2 * len(str(num_steps)) + 1)
         self._best_tokens_per_s = 0.0
+        self._column_names: list[str] = []
         self._task = self._bar.add_task("compiling", total=num_steps, completed=start_step)
         self._bar.start()
 
     def train(self, line: TrainLine) -> None:
         cells = self._cells(line)
-        if not self._has_line:
-            self._has_line = True
-            names = " ".join(f"{name:>{width}}" for name, _, width in cells)
-            self._print(f"{'step':>{self._step_width}} {names}", "dim")
+        self._has_line = True
+        names = [f"{name:>{width}}" for name, _, width in cells]
+        # Again where a column changes its meaning: the first trace window measures the machine's peak.
+        if names != self._column_names:
+            self._column_names = names
+            self._print(f"{'step':>{self._step_width}} {' '.join(names)}", "dim")
         step = f"{line.step}/{self.num_steps}"
         texts = " ".join(f"{text:>{width}}" for _, text, width in cells)
         self._print(f"{step:>{self._step_width}} {texts}")
@@ -114,9 +140,7 @@ class RunProgressBar(PlainProgress):
         # The speed of an attempt's first line is mostly that of the compiler.
         if self._has_line:
             self._best_tokens_per_s = max(self._best_tokens_per_s, line.tokens_per_s)
-        best = self._best_tokens_per_s
-        # 0 where no line had targets.
-        share = line.mfu if line.mfu is not None or best == 0.0 else line.tokens_per_s / best
+        name, share = self._share(line)
         host_gib = None if line.host_rss_mib is None else line.host_rss_mib / 1024
         gib = host_gib if line.device_memory_peak_gib is None else line.device_memory_peak_gib
         cells = [
@@ -124,8 +148,7 @@ class RunProgressBar(PlainProgress):
             ("gradient", f"{line.grad_norm:.4g}", 9),
             ("rate", f"{line.learning_rate:.2e}", 9),
             ("tokens/s", _count(line.tokens_per_s), 9),
-            # Without a published peak, the fastest that this machine was in this run.
-            ("of best" if line.mfu is None else "MFU", "-" if share is None else f"{share:.1%}", 8),
+            (name, "-" if share is None else f"{share:.1%}", 8),
             ("memory", "-" if gib is None else f"{gib:.1f} GiB", 10),
             ("left", _duration(left_s) if self._has_line else "-", 8),
         ]
@@ -137,20 +160,56 @@ class RunProgressBar(PlainProgress):
             cells.insert(-1, ("clock", "-" if line.clock_mhz is None else f"{line.clock_mhz:.0f} MHz", 10))
         return cells
 
+    def _share(self, line: TrainLine) -> tuple[str, float | None]:
+        """Share of the published peak, else of the measured one, else of the best speed of this run; None
+        before there is one.
+        """
+        if line.mfu is not None:
+            return "MFU", line.mfu
+        if line.measured_peak_share is not None:
+            return "of peak", line.measured_peak_share
+        best = self._best_tokens_per_s
+        # 0 where no line had targets.
+        return "of best", line.tokens_per_s / best if best else None
+
     def evaluation(self, step: int, name: str, text: str) -> None:
         # Its own step: rows of train steps come at other steps than evaluations do.
         step_text = f"{step}/{self.num_steps}"
         loss, _, rest = text.removeprefix("loss ").partition(" ")
         self._print(f"{step_text:>{self._step_width}} {loss:>9} {rest}  {name}", "cyan")
 
-    def end(self, workdir: Path, home: Path, next_commands: Sequence[str]) -> None:
+    def end(
+        self,
+        workdir: Path,
+        home: Path,
+        next_commands: Sequence[str],
+        sample: Callable[[], Sample | str | None],
+    ) -> None:
         losses = [line["loss_nats"] for line in read(workdir / FILE) if line.get("loss_nats") is not None]
         if len(losses) > 1 and _is_unicode(self._console.encoding):
             self._print(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
+        self._bar.update(self._task, description="sampling a text")
+        self._print_sample(sample())
         # Not those of `home`: clients of stores raise errors of their own, and the run is complete.
         self._print(f"in {home}: {', '.join(sorted(path.name for path in workdir.glob('[!.]*')))}")
         for command in next_commands:
             self._print(f"next: {command}", "bold")
+
+    def _print_sample(self, sample: Sample | str | None) -> None:
+        """Prints the first lines of a sampled text, within the terminal's width."""
+        if not isinstance(sample, Sample):
+            if sample is not None:
+                self._print(sample)
+            return
+        self._print(f"a text by the model, in {sample.seconds:.1f} s:")
+        rows: list[str] = []
+        for line in f"{sample.prompt}{sample.text}".splitlines():
+            # A model may write control characters, which a terminal would obey.
+            visible = "".join(c if c.isprintable() else "?" for c in line.expandtabs(4))
+            visible = visible.encode(self._console.encoding, "replace").decode(self._console.encoding)
+            rows += textwrap.wrap(visible, self._console.width - 3, drop_whitespace=False) or [""]
+        for row in rows[:SAMPLE_LINES]:
+            self._print(f"  {row}".rstrip(), "green")
 
     def say(self, text: str) -> None:
         self._print(text, "yellow" if text.lower().startswith("warning") else "")
@@ -178,7 +237,9 @@ def summary(line: TrainLine, num_steps: int, *, is_first: bool) -> str:
     Args:
       is_first: True for the first line of an attempt.
     """
-    mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
+    share = line.measured_peak_share
+    of_peak = "" if share is None else f"  {share:.1%} of the measured peak"
+    mfu = of_peak if line.mfu is None else f"  MFU {line.mfu:.1%}"
     remaining_s = (num_steps - line.step) * line.step_time_ms / 1e3
     # The time of an attempt's first line is mostly compilation, so it gives no estimate.
     eta = "" if is_first or line.step == num_steps else f"  ETA {_duration(remaining_s)}"

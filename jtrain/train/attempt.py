@@ -5,6 +5,7 @@ set_up -> lock of the workdir -> restored state -> Attempt -> Loop.run
 
 import contextlib
 import dataclasses
+import functools
 import shlex
 import time
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from jtrain.train.callbacks import Callback, Callbacks, RunContext, load_callbac
 from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.loop import Attempt, Loop
 from jtrain.train.restart_point import RestartPoint
+from jtrain.train.sampling import sample_at_end
 from jtrain.train.setup import Setup, print_line, set_up
 from jtrain.train.store_mirror import StoreMirror
 from jtrain.train.weight_stream import WeightStream
@@ -57,6 +59,7 @@ def train(
     watchers: Sequence[Callback] = (),
     devices: Sequence[jax.Device] | None = None,
     train_step: Any = None,
+    cache: Path | None = None,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -72,6 +75,8 @@ def train(
       watchers: callbacks besides the built-in ones and those of the config; they come first.
       devices: those of `run.mesh`, of each process equally many; None for all that are here.
       train_step: compiled step of another attempt of this process that began as this one does; None makes one.
+      cache: the user's cache, which keeps the peaks of a machine whose maker publishes none; None measures
+        none.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data
@@ -115,7 +120,7 @@ def train(
         # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.
         StopRequest() as stop,
         Callbacks(
-            [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *prepared.user_callbacks]
+            [*watchers, integrity, *built_in_callbacks(run, workdir, lock, cache), *prepared.user_callbacks]
         ) as callbacks,
         open_local_memory(setup, home, checkpoints, config_text) as local,
     ):
@@ -190,7 +195,8 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
             if is_complete:
-                metrics.end(home, _next_commands(run, workdir, home))
+                sample = functools.partial(sample_at_end, checkpoints, run, loop.step)
+                metrics.end(home, _next_commands(run, workdir, home), sample)
     return DONE if is_complete else STOPPED
 
 

@@ -44,12 +44,16 @@ class LockWatch(Callback):
         self._lock.check()
 
 
-def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
-    """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
+def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock, cache: Path | None) -> list[Callback]:
+    """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger.
+
+    Args:
+      cache: the user's cache, which keeps measured peaks; None measures none.
+    """
     times = StepTimes()
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
-    windows = TraceWindows(run, workdir, goodput)
-    log = StepLog(run, times, windows.sampler, recompiles)
+    windows = TraceWindows(run, workdir, goodput, cache)
+    log = StepLog(run, times, windows, recompiles)
     # The lock before what writes; the log before the ledger, which reads its step times; alerts read both.
     return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]

@@ -1,14 +1,18 @@
 """Text sampled from a checkpoint."""
 
 import dataclasses
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.resume import open_checkpoint
+from jtrain.config.run import Run
 from jtrain.config.trained_params import read_params
 from jtrain.data import PackedText, make_tokenizer
 from jtrain.data.chat.messages import ASSISTANT, ChatMessage
@@ -16,8 +20,16 @@ from jtrain.data.tokenizer import Tokenizer
 from jtrain.errors import UserError
 from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
 from jtrain.model.transformer import Transformer
+from jtrain.runtime import multihost
+from jtrain.telemetry.run_progress import Sample
 
 DEFAULT_MAX_TOKENS = 200
+
+SAMPLED_PARAMS = 20_000_000
+"""Most parameters of a model from which a text is sampled at the end of a run, 80 MB in float32."""
+
+SAMPLE_TOKENS = 96
+"""Tokens of that text: a few lines of bytes."""
 
 
 class Prompt(NamedTuple):
@@ -52,16 +64,58 @@ def load(workdir: Path, step: int | None = None) -> Trained:
       CheckpointError: there is no checkpoint of this step, or it is damaged.
     """
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-        step, run = open_checkpoint(checkpoints, step)
-        precision = run.precision
-        params = read_params(
-            checkpoints,
-            step,
-            run,
-            lambda info: precision.compute_dtype if info.is_matrix else precision.param_dtype,
-        )
+        return _load(checkpoints, step)
+
+
+def _load(checkpoints: Checkpoints, step: int | None) -> Trained:
+    step, run = open_checkpoint(checkpoints, step)
+    precision = run.precision
+    params = read_params(
+        checkpoints,
+        step,
+        run,
+        lambda info: precision.compute_dtype if info.is_matrix else precision.param_dtype,
+    )
     tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
     return Trained(step, run.model, params, tokenizer, run.data.seq_len, run.data)
+
+
+def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str | None:
+    """Samples a short text from the last checkpoint of a run: after the first of `eval.prompts`, else a new
+    document.
+
+    Only of a small model in a single process, where it takes a few seconds, most of them the compiler's: more
+    parameters, or weights that several processes hold, would keep a machine busy for a few words. `jtrain
+    generate` samples from every run.
+
+    Returns:
+      The text; one line where something unforeseen went wrong, which must not fail a run that is complete;
+      None where no text is due.
+    """
+    num_params = sum(math.prod(info.shape) for info in jax.tree.leaves(run.model.param_infos()))
+    if multihost.process_count() > 1 or num_params > SAMPLED_PARAMS:
+        return None
+    start_s = time.perf_counter()
+    try:
+        trained = _load(checkpoints, step)
+        text = run.eval.prompts[0] if run.eval.prompts else ""
+        prompt = prompt_of(trained.data, text) if text else _of_document(trained.tokenizer, "")
+        pieces = stream(
+            trained.model,
+            trained.params,
+            trained.tokenizer,
+            prompt,
+            context=trained.context,
+            max_tokens=min(SAMPLE_TOKENS, trained.context // 2),
+        )
+        answer = "".join(pieces)
+    except UserError:  # no text can begin without a prompt, or the prompt fills the context
+        return None
+    except Exception as error:  # a compiler raises many types
+        return f"no text by the model: {type(error).__name__}: {error}"
+    # In a chat the answer is another message.
+    is_chat = prompt.ids != _of_document(prompt.tokenizer, text).ids
+    return Sample(f"{text}\n" if is_chat else text, answer, time.perf_counter() - start_s)
 
 
 def prompt_of(data: PackedText, text: str) -> Prompt:

@@ -14,7 +14,12 @@ from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
 from jtrain.runtime import accelerators
 from jtrain.runtime.multihost import join_processes
-from jtrain.runtime.platform import compile_collectives_anew, devices_line, present_devices
+from jtrain.runtime.platform import (
+    compile_collectives_anew,
+    devices_line,
+    present_devices,
+    user_cache,
+)
 from jtrain.runtime.process_comparison import compare_processes, this_process
 from jtrain.runtime.stores import in_store
 from jtrain.supervise.heart import Heart
@@ -89,5 +94,6 @@ def start(
         config_text=config_text,
         started_s=process_start_s(),
         watchers=watchers,
+        cache=user_cache(environ),
         **options,
     )

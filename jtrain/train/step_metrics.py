@@ -15,8 +15,6 @@ from jax.sharding import Mesh
 from jtrain.config.run import Run
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.plan.estimate.flops import flops_per_token, mfu
-from jtrain.plan.estimate.machine import machine_of
-from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather
 from jtrain.runtime.platform import resident_bytes
 from jtrain.step.preferences.pair_loss import PAIR_MEANS
@@ -25,6 +23,7 @@ from jtrain.telemetry.metrics import TrainLine
 from jtrain.telemetry.recompiles import Compilations
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
+from jtrain.train.trace_windows import TraceWindows
 
 _OUTSIDE: tuple[LoopPhase, ...] = ("evaluation", "checkpoint", "profile")
 """Phases outside training; step times exclude them."""
@@ -73,13 +72,13 @@ class StepLog(Callback):
 
     Args:
       times: receives the time of every step.
-      sampler: clocks, power and energy of this process's devices.
+      windows: has the sampler of clocks, power and energy of this process's devices, and the devices' peaks.
     """
 
-    def __init__(self, run: Run, times: StepTimes, sampler: Sampler, recompiles: RecompileWatch) -> None:
+    def __init__(self, run: Run, times: StepTimes, windows: TraceWindows, recompiles: RecompileWatch) -> None:
         self._run = run
         self._times = times
-        self._sampler = sampler
+        self._windows = windows
         self._recompiles = recompiles
         self._flops = flops_per_token(run.model, seq_len=run.data.seq_len, infos=run.param_infos())
         self._dispatches = 0
@@ -131,7 +130,13 @@ class StepLog(Callback):
         interval, run, stats, values = self._interval, self._run, results.batch.stats, results.values
         mesh = self._context.mesh
         seconds = now_s - interval.since_s - interval.outside_s
-        chip = machine_of([mesh.devices.flat[0]]).device
+        peaks = self._windows.peaks
+        measured = peaks.measured if peaks.published_flops is None else None
+        # Rows count in full: padding costs the same FLOPs.
+        speed: dict[str, Any] = dict(
+            tokens_per_s=interval.steps * run.data.global_batch * run.data.seq_len / seconds,
+            num_devices=mesh.devices.size,
+        )
         self._context.metrics.train(
             TrainLine(
                 step=results.step,
@@ -144,12 +149,9 @@ class StepLog(Callback):
                 step_time_ms=1e3 * seconds / interval.steps,
                 data_wait_ms=interval.wait_ms / interval.steps,
                 batch_hash=results.hash_hex,
-                mfu=mfu(
-                    self._flops,
-                    # Rows count in full: padding costs the same FLOPs.
-                    tokens_per_s=interval.steps * run.data.global_batch * run.data.seq_len / seconds,
-                    num_devices=mesh.devices.size,
-                    peak_flops=chip.peak_flops(run.precision.compute_dtype),
+                mfu=mfu(self._flops, **speed, peak_flops=peaks.published_flops),
+                measured_peak_share=mfu(
+                    self._flops, **speed, peak_flops=None if measured is None else measured.flops_per_s
                 ),
                 device_memory_peak_gib=_memory_peak_gib(mesh),
                 data_fill=stats.fill,
@@ -172,7 +174,7 @@ class StepLog(Callback):
         interval = self._interval
         # Before any step was timed, the mean stands in.
         percentiles_s = self._times.percentiles() or (step_s,) * len(step_timer.PERCENTILES)
-        means = self._sampler.means(interval.since_ns, time.time_ns())
+        means = self._windows.sampler.means(interval.since_ns, time.time_ns())
         # What is not device time is the host's: that is what a straggler loses.
         own_s = max(0.0, step_s - interval.device_s / interval.steps)
         values = [own_s, *means.sm_mhz, *means.power_w, *means.energy_j]

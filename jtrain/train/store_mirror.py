@@ -22,6 +22,7 @@ from jtrain.errors import UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.lease import LeaseLost
 from jtrain.runtime.multihost import process_index
+from jtrain.runtime.platform import user_cache
 from jtrain.runtime.stores import error_line, in_store, store_errors
 from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
@@ -33,9 +34,8 @@ _NOT_COPIED = ("checkpoints", "last_checkpoint.json", "local_memory.id")
 
 def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path:
     """Returns the folder of one process for the small files of the run at `url`."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.blake2b(str(url).encode(), digest_size=8).hexdigest()
-    return cache / "jtrain" / "workdirs" / f"{url.name}-{digest}" / f"process-{process}"
+    return user_cache(environ) / "workdirs" / f"{url.name}-{digest}" / f"process-{process}"
 
 
 def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, list[Callback]]":

@@ -12,9 +12,9 @@ import numpy as np
 from jtrain.config.run import Run
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
-from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.profile.analysis.pipeline_trace import facts_of
+from jtrain.profile.capture.device_peaks import DevicePeaks
 from jtrain.profile.capture.trace import compiled_text
 from jtrain.profile.capture.windows import Windows
 from jtrain.profile.clocks.sampler import Sampler
@@ -35,10 +35,12 @@ class TraceWindows(Callback):
 
     Args:
       goodput: supplies the seconds so far for the facts beside a trace, and reads new breakdowns.
+      cache: the user's cache, which keeps measured peaks; None measures none.
     """
 
-    def __init__(self, run: Run, workdir: Path, goodput: GoodputLedger) -> None:
+    def __init__(self, run: Run, workdir: Path, goodput: GoodputLedger, cache: Path | None) -> None:
         self._run = run
+        self._cache = cache
         self._workdir = workdir
         self._goodput = goodput
         self._windows = Windows(
@@ -72,6 +74,9 @@ class TraceWindows(Callback):
 
     def on_start(self, context: RunContext) -> None:
         self._context = context
+        self.peaks = DevicePeaks(
+            self._run.precision.compute_dtype, context.mesh, self._cache, context.metrics.say
+        )
         note = "" if self._run.profile.clocks == "none" else self.sampler.note
         for text in (note, self._windows.missed_message(context.start_step)):
             if text:
@@ -109,6 +114,8 @@ class TraceWindows(Callback):
                 # Wait, so that no earlier step overlaps the first traced one.
                 jax.block_until_ready(self._last.metrics)
             with self._context.during("profile", step):
+                # No step is in flight now.
+                self.peaks.measure()
                 self.sampler.fast(True)
                 self._say([self._windows.open(step, self._facts())])
         self._say(self._windows.collect_reports())
@@ -131,7 +138,6 @@ class TraceWindows(Callback):
         """Returns the facts that a trace lacks and its analysis needs; they are written beside it."""
         run, job, mesh = self._run, self._context.job, self._context.mesh
         clocks, first = self.sampler.facts(), mesh.devices.flat[0]
-        chip = machine_of([first]).device
         plan = memory(job)
         rows = [{"name": name, "bytes": size, "source": "plan"} for name, size in plan.classes().items()]
         # The allocator's own number, where the device gives one: the plan's rows are computed.
@@ -157,10 +163,9 @@ class TraceWindows(Callback):
             "settings": settings | {"precision.reduce_dtype": run.precision.reduce_dtype},
             "goodput": self._goodput.ledger.so_far(),
             "mesh": dict(mesh.shape),
-            "peaks": {
-                "flops": chip.peak_flops(run.precision.compute_dtype),
-                "hbm_bytes_per_s": chip.hbm_bytes_per_s,
-                "ref_mhz": chip.peak_mhz or clocks.get("ref_mhz"),
+            "peaks": self.peaks.facts()
+            | {
+                "ref_mhz": self.peaks.published_mhz or clocks.get("ref_mhz"),
                 "max_mhz": clocks.get("max_mhz"),
             },
             "planned": [

@@ -13,6 +13,7 @@ from jtrain.profile.analysis.records import (
     MemoryRow,
     OpKind,
     OpRow,
+    Peaks,
     Phase,
     StepBreakdown,
 )
@@ -159,6 +160,7 @@ def breakdown() -> Breakdown:
         ),
         pipeline=None,
         coverage=0.9931,
+        peaks=Peaks(flops=989.4e12, hbm_bytes_per_s=4.8e12, ref_mhz=1830.0, max_mhz=1980.0),
         settings={"layout.zero_stage": 3, "layout.microbatches": 4, "layout.remat": "full"},
         goodput={
             "startup": 9.0,
@@ -169,6 +171,35 @@ def breakdown() -> Breakdown:
         },
         advice=["Exposed communication is 13.0 % of the step: set layout.microbatches."],
         notes=["device 0: no temperature of the memory: this driver refuses it (Not Supported)."],
+    )
+
+
+def on_cpu() -> Breakdown:
+    """Returns a breakdown of two emulated devices on a CPU: a measured peak, a relative clock, no energy."""
+    measured = Peaks(6e10, 1e10, ref_mhz=2600.0, max_mhz=None, measured="2026-11-28 14:36 UTC")
+    steps = [
+        dataclasses.replace(one, energy_j=None, mfu=one.mfu | {"reference": None}, devices=one.devices[:2])
+        for one in breakdown().steps
+    ]
+    clocks = [
+        dataclasses.replace(
+            track(0), source="cpu", **dict.fromkeys(("mem_mhz", "power_w", "temperature_c"), [None] * 300)
+        )
+    ]
+    return dataclasses.replace(
+        breakdown(),
+        platform="cpu",
+        device_kind="cpu",
+        num_devices=2,
+        all_devices=2,
+        steps=steps,
+        ops=[dataclasses.replace(row, mean_mhz=None) for row in breakdown().ops],
+        communication=breakdown().communication[:2],
+        clocks=[dataclasses.replace(clocks[0], device=device) for device in range(2)],
+        memory=breakdown().memory[:3],
+        peaks=measured,
+        advice=[],
+        notes=["Power and energy are unknown: the source of the clocks (cpu) reads none on this machine."],
     )
 
 
@@ -197,6 +228,7 @@ def unknown() -> Breakdown:
         communication=[],
         clocks=[],
         memory=[],
+        peaks=Peaks(None, None, None, None),
         live=None,
         advice=[],
         notes=["no peak of this device is known: the theoretical time, the chain and MFU are unknown."],

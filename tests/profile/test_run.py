@@ -93,6 +93,13 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
     assert f"profile after step 10: {tmp_path / 'profile' / '10' / 'report.html'}" in output
     assert "\ngoodput " in output
 
+    # No maker publishes a CPU's peak: the machine's own is measured at the first window, or was before.
+    breakdown = json.loads((tmp_path / "profile" / "10" / "breakdown.json").read_text())
+    assert breakdown["peaks"]["flops"] > 1e6
+    assert breakdown["peaks"]["measured"].endswith("UTC")
+    assert None not in [part for step in breakdown["steps"] for part in step["parts"].values()]
+    assert [note for note in breakdown["notes"] if "unknown" in note and "clocks" not in note] == []
+
     summary = ledger(tmp_path, since_s=began_s)
     spent = summary["categories"]
     assert summary["notes"] == []
@@ -114,6 +121,8 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
     for line in lines:
         assert list(line) == [field.name for field in dataclasses.fields(metrics.TrainLine)]
         assert line["compile_count"] == 1
+        assert line["mfu"] is None
+        assert line["step"] <= 10 or 0 < line["measured_peak_share"] < 1
         assert line["straggler_score"] == {"host 0": 1.0}
         assert line["host_rss_mib"] > 100
         assert 0 < line["step_time_p50_ms"] <= line["step_time_p90_ms"] <= line["step_time_p99_ms"]
@@ -265,9 +274,18 @@ def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     began_s = time.time()
     ended(subprocess.Popen(command, env=environment, **pipes))
-    (trace,) = (tmp_path / "profile" / "10").rglob("*.xplane.pb")
-    assert trace.stat().st_size > 0
-    assert (tmp_path / "profile" / "10" / "report.html").exists()
+    window = tmp_path / "profile" / "10"
+    breakdowns = []
+    for folder in (window, window / "process-1"):
+        (trace,) = (folder / "plugins").rglob("*.xplane.pb")
+        assert trace.stat().st_size > 0
+        assert (folder / "report.html").exists()
+        breakdowns.append(json.loads((folder / "breakdown.json").read_text()))
+    # Process 0 measures the machine that both share, and tells the other.
+    assert breakdowns[0]["peaks"] == breakdowns[1]["peaks"]
+    kept = Path(os.environ["XDG_CACHE_HOME"], "jtrain", "peaks").iterdir()
+    machine = [json.loads(file.read_text())["peaks"]["flops_per_s"] for file in kept]
+    assert pytest.approx(2 * breakdowns[0]["peaks"]["flops"]) in machine
     lines = train_lines(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 21))
     for line in lines:

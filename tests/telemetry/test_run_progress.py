@@ -12,7 +12,14 @@ import pytest
 
 from jtrain.telemetry.metrics import EvalResult, MetricsSpec, TrainLine
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.telemetry.run_progress import ProgressStream, RunProgressBar, sparkline
+from jtrain.telemetry.run_progress import (
+    PlainProgress,
+    ProgressStream,
+    RunProgressBar,
+    Sample,
+    sparkline,
+    summary,
+)
 from tests.telemetry.screens import screen
 from tests.telemetry.test_metrics import Terminal, line
 
@@ -25,7 +32,12 @@ def golden_file(width: int, *, colour: bool) -> Path:
     return GOLDEN / f"{width}{'_colour' if colour else ''}.txt"
 
 
-def run_on_terminal(stream: ProgressStream, workdir: Path, *, mfu: float | None) -> None:
+SAMPLE = Sample("def main", "():\n\treturn 1\x1b[31m é" + 200 * "a", 1.25)
+
+
+def run_on_terminal(
+    stream: ProgressStream, workdir: Path, *, mfu: float | None, sample: Sample | str | None = SAMPLE
+) -> None:
     """A run of 1,000 steps with an evaluation and a warning, as the loop tells it."""
     for name in ("config.txt", "plan.txt"):
         (workdir / name).touch()
@@ -47,7 +59,7 @@ def run_on_terminal(stream: ProgressStream, workdir: Path, *, mfu: float | None)
                 metrics.say("WARNING: the disk fills")
         metrics.say("done: 1000 steps in 62 s")
         # No such folder is there: a store is not listed, but the folder on this machine.
-        metrics.end(Path("runs/tiny"), NEXT)
+        metrics.end(Path("runs/tiny"), NEXT, lambda: sample)
 
 
 def shown(width: int, workdir: Path, *, colour: bool, mfu: float | None = None) -> str:
@@ -99,12 +111,23 @@ def test_the_share_is_of_the_peak_where_one_is_published(tmp_path: Path) -> None
     assert [row.split()[5] for row in train_rows(rows)] == ["41.2%"] * 3
 
 
+def test_a_measured_peak_is_named_once_it_is_known(terminal_of_80: None) -> None:
+    """The heading comes again where a column changes its meaning; without a terminal words say it."""
+    unknown, known = line(10, mfu=None), line(20, mfu=None, measured_peak_share=0.1234)
+    names, first, again, second, *_ = table_of(Terminal(), unknown, known, from_row=0)
+    assert (names[5:7], first[5]) == (["of", "best"], "-")
+    assert (again[5:7], second[5]) == (["of", "peak"], "12.3%")
+    assert "tokens/s  12.3% of the measured peak" in summary(known, 1000, is_first=False)
+    assert "peak" not in summary(unknown, 1000, is_first=False)
+    assert "measured" not in summary(line(20, mfu=0.4, measured_peak_share=0.1), 1000, is_first=False)
+
+
 def train_rows(rows: list[str]) -> list[str]:
     """Rows of the table that are of train steps."""
     return [row for row in rows if "/1000" in row and " eval" not in row]
 
 
-def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0) -> list[list[str]]:
+def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0, from_row: int = 1) -> list[list[str]]:
     """Words of the rows that a run of 1,000 steps prints for these lines."""
     progress = RunProgressBar(stream, 1000, start_step)
     try:
@@ -113,7 +136,7 @@ def table_of(stream: Terminal, *lines: TrainLine, start_step: int = 0) -> list[l
         progress.evaluation(0, "eval", "loss 2.2500 nats")
     finally:
         progress.close()
-    return [row.split() for row in screen(stream.getvalue(), 80)[1:]]
+    return [row.split() for row in screen(stream.getvalue(), 80)[from_row:]]
 
 
 def test_the_first_line_of_an_attempt_has_no_speed_to_compare(terminal_of_80: None) -> None:
@@ -129,6 +152,27 @@ def test_batches_without_targets_have_no_share(terminal_of_80: None) -> None:
     """No division by the best speed where that is 0."""
     rows = table_of(Terminal(), *(line(step, tokens_per_s=0.0, step_time_ms=1.0) for step in (1, 2, 3)))
     assert [row[5] for row in rows[:3]] == ["-"] * 3
+
+
+def test_a_text_is_shown_within_the_screen_and_no_reason_is_hidden(tmp_path: Path) -> None:
+    """Six rows at most, however long the text; a reason in its place, and nothing where none is due."""
+    long = Sample("", " ".join(["word"] * 500), 1.0)
+    for sample, expected in ((long, 7), ("no text by the model: ValueError: 3", 1), (None, 0)):
+        stream = Terminal()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", "80")
+            patch.setenv("NO_COLOR", "1")
+            patch.setenv("TERM", "xterm-256color")
+            run_on_terminal(stream, tmp_path, mfu=None, sample=sample)
+        rows = screen(stream.getvalue(), 80)
+        first, last = (
+            next(i for i, row in enumerate(rows) if word in row) for word in ("█▄▁", "in runs/tiny")
+        )
+        assert len(rows[first + 1 : last]) == expected
+        assert sample is not long or all(row.startswith("  word word") for row in rows[first + 2 : last])
+    plain, called = io.StringIO(), list[int]()
+    PlainProgress(plain, 3, 0).end(tmp_path, tmp_path, NEXT, lambda: called.append(1))
+    assert (plain.getvalue(), called) == (f"next: {NEXT[0]}\n", []), "nobody watches: nothing is sampled"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

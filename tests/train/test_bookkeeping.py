@@ -24,6 +24,8 @@ from jtrain.train import attempt
 from tests.ports import free_port
 from tests.processes import program
 from tests.small_disk import small_disk
+from tests.telemetry.screens import screen
+from tests.telemetry.test_metrics import Terminal
 
 
 def train(workdir: Path, *sets: str) -> int:
@@ -34,6 +36,23 @@ def train(workdir: Path, *sets: str) -> int:
 
 def steps(workdir: Path) -> list[int]:
     return [line["step"] for line in metrics.read(workdir / metrics.FILE) if "loss_nats" in line]
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_text_by_the_model_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eight devices, after the loss and before the files."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train(tmp_path / "run") == 0
+    rows = screen(terminal.getvalue(), 80)
+    (header,) = (i for i, row in enumerate(rows) if row.startswith("a text by the model, in "))
+    assert rows[header - 1].startswith("loss ")
+    assert rows[header + 1].startswith("  ")
+    assert any(row.startswith("in ") for row in rows[header + 2 :])
 
 
 @pytest.mark.slow

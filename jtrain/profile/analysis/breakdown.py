@@ -126,9 +126,10 @@ def break_down(
       facts: as for `trace.Window`.
       sampled: clock samples by device, on the trace's clock; {} if nothing was sampled.
     """
-    peaks = Peaks(**facts["peaks"])
     events, device_steps = lay_out(trace, ops)
-    losses = event_losses(events, peaks, sampled)
+    stored_peaks = Peaks(**facts["peaks"])
+    losses = event_losses(events, stored_peaks, sampled)
+    peaks = _at_least_reached(stored_peaks, events, losses, device_steps)
     steps = [
         _step(
             span,
@@ -159,11 +160,31 @@ def break_down(
         live=None,
         pipeline=None,
         coverage=_coverage(events),
+        peaks=peaks,
         settings=facts["settings"],
         goodput=facts["goodput"],
         advice=[],
-        notes=_notes(trace, events, facts, peaks, sampled),
+        notes=_notes(trace, events, facts, peaks, sampled, is_raised=peaks != stored_peaks)
+        + _energy_notes(steps, sampled),
     )
+
+
+def _at_least_reached(
+    peaks: Peaks, events: Events, losses: EventLosses, device_steps: list[DeviceStep]
+) -> Peaks:
+    """A measured peak, raised to what the devices reached in a step: the machine was busy when it was measured."""
+    if peaks.flops is None or peaks.measured is None:
+        return peaks
+    flops = np.array([op.flops for op in events.ops], float)[events.op]
+    reached = [peaks.flops]
+    for step in {row.step for row in device_steps}:
+        is_in_step = events.step == step
+        compute_s = math.fsum(row.compute_s for row in device_steps if row.step == step)
+        # As in `chopper_chain`: without what collectives and low clocks cost.
+        alone_s = compute_s - float((losses.overlap_s + losses.clocks_s)[is_in_step].sum())
+        if alone_s > 0:
+            reached.append(float(flops[is_in_step].sum()) / alone_s)
+    return dataclasses.replace(peaks, flops=max(reached))
 
 
 def _step(
@@ -259,10 +280,26 @@ def _coverage(events: Events) -> float:
 
 
 def _notes(
-    trace: Trace, events: Events, facts: dict[str, Any], peaks: Peaks, sampled: Mapping[int, Samples]
+    trace: Trace,
+    events: Events,
+    facts: dict[str, Any],
+    peaks: Peaks,
+    sampled: Mapping[int, Samples],
+    *,
+    is_raised: bool,
 ) -> list[str]:
-    """Facts that are unknown, with the reason."""
+    """Facts that are unknown, with the reason.
+
+    Args:
+      is_raised: True if a step was faster than the measured peak.
+    """
     notes = []
+    if is_raised:
+        notes.append(
+            f"A step computed faster than the peak that this machine measured on {peaks.measured}, so the "
+            "machine was busy then: the peak is what the step reached. Remove the folder peaks of the user's "
+            "cache, ~/.cache/jtrain, and the next trace measures again."
+        )
     if peaks.flops is None:
         notes.append(
             f"The peak of {trace.device_kind} is unknown: theoretical time and instructions are part of "
@@ -299,6 +336,14 @@ def _notes(
     return notes
 
 
+def _energy_notes(steps: list[StepBreakdown], sampled: Mapping[int, Samples]) -> list[str]:
+    """Says why a step's energy is unknown, where clocks were sampled; without samples another note says it."""
+    if not sampled or all(step.energy_j is not None for step in steps):
+        return []
+    sources = ", ".join(sorted({device_samples.source for device_samples in sampled.values()}))
+    return [f"Power and energy are unknown: the source of the clocks ({sources}) reads none on this machine."]
+
+
 def write_json(breakdown: Breakdown, file: Path) -> None:
     """Writes breakdown.json atomically; raises ValueError if it would hold `nan` or an infinity."""
     write_whole(file, json.dumps(breakdown.to_dict(), indent=1, allow_nan=False) + "\n")
@@ -328,6 +373,7 @@ def read_json(file: Path) -> Breakdown:
         values["communication"] = [
             CommRow(**(fields | {"axes": tuple(fields["axes"])})) for fields in values["communication"]
         ]
+        values["peaks"] = Peaks(**values["peaks"])
         if values["live"] is not None:
             values["live"] = records.LiveTrack(**values["live"])
         if (fields := values["pipeline"]) is not None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, PipelineTrack, StepBreakdown
-from jtrain.report.number_formats import seconds, share
+from jtrain.report.number_formats import rate, seconds, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ CHAIN = ("instruction", "utilisation", "overlap", "frequency")
 """Factors between the theoretical time and the time in which a device computes (`chopper.py`)."""
 
 MFU = {
-    "spec": "of the specified peak",
-    "clock": "of the peak at the measured clock",
-    "reference": "of the peak at the highest clock",
+    "spec": "MFU, of the {kind} peak",
+    "clock": "MFU, of the {kind} peak at the clock while it computed",
+    "reference": "MFU, of the {kind} peak at the highest clock",
 }
-"""Displayed meaning of each key of `StepBreakdown.mfu`."""
+"""Displayed name of each key of `StepBreakdown.mfu`; `kind` is specified, or measured on this machine."""
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -79,6 +79,27 @@ def part_mean(values: Sequence[float | None]) -> float | None:
     """Mean over all values, with unknown ones counted as 0; None if all are unknown."""
     known_values = [value for value in values if value is not None]
     return sum(known_values) / len(values) if known_values else None
+
+
+def peaks_line(breakdown: Breakdown) -> str | None:
+    """The peaks that times are compared with, where this machine measured them; None where one is published."""
+    peaks = breakdown.peaks
+    if peaks.flops is None or peaks.measured is None:
+        return None
+    copies = "" if peaks.hbm_bytes_per_s is None else f" and {rate(peaks.hbm_bytes_per_s)} of memory"
+    return (
+        f"The peak of a device is {peaks.flops / 1e9:,.1f} GFLOP/s{copies}, measured on this machine on "
+        f"{peaks.measured}: the best of its own matrix products and copies, because its maker publishes none."
+    )
+
+
+def mfu_shares(breakdown: Breakdown) -> dict[str, float]:
+    """Known model FLOPs utilisations of the mean step, by their displayed names."""
+    kind = "specified" if breakdown.peaks.measured is None else "measured"
+    shares = mean_step(breakdown).mfu
+    return {
+        name.format(kind=kind): value for key, name in MFU.items() if (value := shares.get(key)) is not None
+    }
 
 
 def joules_per_token(breakdown: Breakdown) -> float | None:

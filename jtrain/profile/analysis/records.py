@@ -94,12 +94,16 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Peak speeds of one device at the clock `ref_mhz`, in the run's compute dtype; None where unknown."""
+    """Peak speeds of one device at the clock `ref_mhz`, in the run's compute dtype; None where unknown.
+
+    measured: when this machine measured `flops`, as text; None where its maker publishes it.
+    """
 
     flops: float | None
     hbm_bytes_per_s: float | None
     ref_mhz: float | None
     max_mhz: float | None
+    measured: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +265,7 @@ class Breakdown:
 
     num_devices, all_devices: devices of this process, and of all processes.
     coverage: share of device time whose op has a known layer and phase.
+    peaks: those of a device that times are compared with.
     settings: config fields that advice refers to (`layout.remat` and others), with their values.
     goodput: seconds of the whole run until the window opened, over all attempts, by category as in
       goodput.json.
@@ -284,6 +289,7 @@ class Breakdown:
     live: LiveTrack | None
     pipeline: PipelineTrack | None
     coverage: float
+    peaks: Peaks
     settings: dict[str, str | int]
     goodput: dict[str, float]
     advice: list[str]

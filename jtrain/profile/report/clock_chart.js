@@ -14,7 +14,7 @@ if (timeline) {
     plot.append(cursor);
     return cursor;
   });
-  const said = (value, unit) => (value === null ? `${unit} unknown` : `${value.toLocaleString("en")} ${unit}`);
+  const said = (name, value, unit) => (value === null ? [] : [`${name}${value.toLocaleString("en")} ${unit}`]);
 
   function stepAt(time) {
     let after = 0;
@@ -30,10 +30,13 @@ if (timeline) {
     let index = track.time_s.findLastIndex((sampled) => sampled <= time);
     if (index < 0) index = 0; // before the first sample, show the first
     readout.dataset.index = index;
-    readout.textContent = `${track.time_s[index].toFixed(3)} s, step ${stepAt(time)}: ` +
-      `SM ${said(track.sm_mhz[index], "MHz")}, memory ${said(track.mem_mhz[index], "MHz")}, ` +
-      `${said(track.power_w[index], "W")}, ${said(track.temperature_c[index], "°C")}, ` +
-      (track.reasons[index] ? `throttled by ${track.reasons[index]}` : "not throttled");
+    readout.textContent = `${track.time_s[index].toFixed(3)} s, step ${stepAt(time)}: ` + [
+      ...said("core ", track.sm_mhz[index], "MHz"),
+      ...said("memory ", track.mem_mhz[index], "MHz"),
+      ...said("", track.power_w[index], "W"),
+      ...said("", track.temperature_c[index], "°C"),
+      track.reasons[index] ? `throttled by ${track.reasons[index]}` : "not throttled",
+    ].join(", ");
     for (const cursor of cursors) cursor.setAttribute("d", `M${moment.value} 0V100`);
   }
   function bringForward() {

@@ -9,7 +9,7 @@ from jtrain.report.number_formats import seconds
 from jtrain.report.page import Picture
 
 QUANTITIES = (
-    ("sm_mhz", "SM clock", "MHz"),
+    ("sm_mhz", "core clock", "MHz"),
     ("mem_mhz", "memory clock", "MHz"),
     ("power_w", "power", "W"),
     ("temperature_c", "temperature", "°C"),
@@ -32,7 +32,12 @@ def clock_charts(breakdown: Breakdown) -> list[str | Picture]:
     marks = borders(
         (end_of_step_s / end_s * WIDTH for end_of_step_s in itertools.accumulate(durations)), _HEIGHT
     )
-    lanes = [_chart(tracks, *quantity, end_s, marks) for quantity in QUANTITIES]
+    # What no device tells has no lane; the notes say why.
+    lanes = [
+        _chart(tracks, *quantity, end_s, marks)
+        for quantity in QUANTITIES
+        if any(value is not None for track in tracks for value in getattr(track, quantity[0]))
+    ]
     lanes += [*_reasons(tracks, end_s), _axis(breakdown, end_s), ends("seconds", "0 s", seconds(end_s))]
     lanes.append(
         lane(
@@ -71,8 +76,6 @@ def thin(times: Sequence[float], values: Sequence[float | None], end_s: float) -
 
 def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s: float, marks: str) -> str:
     known_values = [value for track in tracks for value in getattr(track, field) if value is not None]
-    if not known_values:
-        return lane(name, "<span>unknown</span>")
     # A constant quantity gets 1 % of itself as margin, and a constant 0 gets 1.
     margin = 0.05 * (max(known_values) - min(known_values)) or 0.01 * abs(max(known_values)) or 1.0
     low, high = min(known_values) - margin, max(known_values) + margin

@@ -11,7 +11,7 @@ from typing import Any
 
 from jtrain.profile.analysis.records import ClockTrack, HloOp, OpEvent, Trace
 
-COUNTERS = {"sm_mhz": "SM clock, MHz", "mem_mhz": "memory clock, MHz", "power_w": "power, W"}
+COUNTERS = {"sm_mhz": "core clock, MHz", "mem_mhz": "memory clock, MHz", "power_w": "power, W"}
 COUNTERS |= {"temperature_c": "temperature, °C"}
 
 _LEVELS = ("phase", "layer", "compute", "communication", "copy")

@@ -72,7 +72,7 @@ def page_of(breakdown: Breakdown) -> Page:
         sections,
         # Not capitalize(), which would write the device's name in small letters.
         heading=title[0].upper() + title[1:],
-        introduction=[figures.headline(breakdown)],
+        introduction=list(filter(None, [figures.headline(breakdown), figures.peaks_line(breakdown)])),
         tiles=_tiles(breakdown, facts),
         kind="breakdown",
         content=facts.content,
@@ -95,13 +95,13 @@ def processes_table(processes: Sequence[Breakdown]) -> Table:
 
 
 def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
-    """Key figures: step time, tokens per second, energy per token, MFU, coverage."""
+    """Key figures: step time, tokens per second, energy per token, MFU, coverage; notes say why one is missing."""
     step, joules = mean_step(breakdown), figures.joules_per_token(breakdown)
     return [
         ("step, mean", seconds(step.duration_s)),
         ("tokens per second", f"{figures.tokens_per_s(breakdown):,.0f}"),
-        ("energy per token", "unknown" if joules is None else f"{joules:.4g} J"),
-        *((f"MFU, {peak_name}", share(step.mfu.get(key))) for key, peak_name in figures.MFU.items()),
+        *([] if joules is None else [("energy per token", f"{joules:.4g} J")]),
+        *((name, share(value)) for name, value in figures.mfu_shares(breakdown).items()),
         ("device time with layer and phase", facts.cell("coverage", share)),
     ]
 
@@ -205,10 +205,9 @@ def _processes(breakdown: Breakdown) -> Iterator[Section]:
 def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
     """One stacked bar per step, all on the scale of the longest step."""
     longest = max(step.duration_s for step in breakdown.steps)
-    table = Table(
-        "steps by part", words("step") + bars(f"0 to {seconds(longest)}") + numbers("time", "energy")
-    )
-    table.css = "few"
+    has_energy = any(step.energy_j is not None for step in breakdown.steps)
+    columns = words("step") + bars(f"0 to {seconds(longest)}") + numbers("time", *["energy"] * has_energy)
+    table = Table("steps by part", columns, css="few")
     for i, step in enumerate(breakdown.steps):
         parts: list[Bar] = []
         start = 0.0
@@ -221,7 +220,7 @@ def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
             facts.cell(f"steps.{i}.step"),
             Bars(tuple(parts), f"step {step.step}: {seconds(step.duration_s)} by part"),
             facts.cell(f"steps.{i}.duration_s", seconds),
-            facts.cell(f"steps.{i}.energy_j", lambda value: number(value, "J")),
+            *[facts.cell(f"steps.{i}.energy_j", lambda value: number(value, "J"))] * has_energy,
         )
     # Of the mean step: a part that is unknown in one step only keeps its name in the legend.
     names = {part.name: part.key for part in figures.parts_of(mean_step(breakdown))}
@@ -263,6 +262,8 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
         return ["No op was traced in this window."]
     duration_s = mean_step(breakdown).duration_s
     listed_ops = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MAX_OPS]
+    # A source that reads once in a while knows the clock of few ops: a column of "unknown" tells nothing.
+    has_clocks = 2 * sum(op.mean_mhz is not None for op in listed_ops) >= len(listed_ops)
     columns = (
         *words("op"),
         *words("where", medium="terminal"),
@@ -271,12 +272,12 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
         *words("layer", "phase", medium="page"),
         *numbers("total"),
         *numbers("at peak", medium="page"),
-        *numbers("clock"),
+        *numbers(*["clock"] * has_clocks),
         *numbers("count", medium="page"),
     )
     table = Table("ops", columns, id="ops-table", css="ops", first_rows=FIRST_OPS, terminal_rows=TERMINAL_OPS)
     for op in listed_ops:
-        table.add(*_op_cells(breakdown, op, duration_s))
+        table.add(*_op_cells(breakdown, op, duration_s, has_clocks=has_clocks))
     lost = sum(op.lost_s for op in breakdown.ops)
     summary = f"{len(breakdown.ops):,} ops lose {seconds(per_step(breakdown, lost))}."
     # A table of thousands of rows makes the page slow; what is cut is said, with its share.
@@ -291,7 +292,9 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
     return [Paragraph(summary, "soft"), Paragraph(first, medium="terminal"), table]
 
 
-def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[str | Cell]:
+def _op_cells(
+    breakdown: Breakdown, op: OpRow, duration_s: float, *, has_clocks: bool
+) -> Iterator[str | Cell]:
     def took(value: float | None) -> Cell:
         per_step_s = None if value is None else per_step(breakdown, value)
         # Unknown times sort below all others.
@@ -308,8 +311,10 @@ def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[st
     yield Cell(op.layer or "unknown", sort=op.layer)
     yield Cell(op.phase, sort=op.phase)
     yield took(op.total_s)
-    yield took(op.theoretical_s)
-    yield Cell(number(op.mean_mhz, "MHz"), sort=op.mean_mhz or -1.0)
+    # A collective's wait has no peak of its own.
+    yield Cell("–", sort=-1.0) if op.kind == "communication" else took(op.theoretical_s)
+    if has_clocks:
+        yield Cell(number(op.mean_mhz, "MHz"), sort=op.mean_mhz or -1.0)
     yield Cell(f"{count:,.3g}", sort=count)
 
 
@@ -320,8 +325,16 @@ def _devices(breakdown: Breakdown) -> PageBlock:
         return "The window has no times of devices."
     # 1.0 where no device computed: bars are divided by it.
     longest = max(device.compute_s for device in device_means) or 1.0
-    names = ("computing", "communication", "exposed", "SM clock", "power")
-    table = Table("devices", words("device") + bars(f"0 to {seconds(longest)}") + numbers(*names), css="many")
+    names = ("computing", "communication", "exposed")
+    # Quantities that no device tells have no column; the notes say why.
+    sampled = {"core clock": ("mean_mhz", "MHz"), "power": ("mean_w", "W")}
+    sampled = {
+        name: (field, unit)
+        for name, (field, unit) in sampled.items()
+        if any(getattr(device, field) is not None for device in device_means)
+    }
+    columns = words("device") + bars(f"0 to {seconds(longest)}") + numbers(*names, *sampled)
+    table = Table("devices", columns, css="many")
     for device in device_means:
         name, computing = f"device {device.device}", seconds(device.compute_s)
         table.add(
@@ -330,8 +343,7 @@ def _devices(breakdown: Breakdown) -> PageBlock:
             computing,
             seconds(device.communication_s),
             seconds(device.exposed_communication_s),
-            number(device.mean_mhz, "MHz"),
-            number(device.mean_w, "W"),
+            *(number(getattr(device, field), unit) for field, unit in sampled.values()),
         )
     return table
 

@@ -25,7 +25,7 @@ from jtrain.runtime.atomic_io import write_whole
 
 COUNTERS = "_counters_"
 MULTIPLIER, ENERGY = "Time Scale Multiplier", "vdd_energy_j"
-TRACKS = {"sm_mhz": "SM clock (MHz)", "mem_mhz": "memory clock (MHz)", "power_w": "power (W)"} | {
+TRACKS = {"sm_mhz": "core clock (MHz)", "mem_mhz": "memory clock (MHz)", "power_w": "power (W)"} | {
     "temperature_c": "temperature (C)",
     "reasons": "throttle reasons",
 }

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.layout.mesh import AXES
+from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.breakdown import break_down, read_json, write_json
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.figures import PARTS
@@ -257,6 +258,39 @@ def test_what_is_unknown_is_null_and_said() -> None:
         "15.4%",
     ):
         assert any(words in note for note in found.notes), (words, found.notes)
+
+
+def test_a_measured_peak_is_one_and_says_when() -> None:
+    """Times are compared with it as with a published one; no number that it gives is unknown."""
+    facts = {"peaks": FACTS["peaks"] | {"measured": "2026-11-28 14:36 UTC", "max_mhz": None}}
+    found = made(clocks(*[1000.0] * 21), **facts)
+    assert found.steps[0].parts == made(clocks(*[1000.0] * 21)).steps[0].parts
+    assert figures.mfu_shares(found) == {
+        "MFU, of the measured peak": pytest.approx(0.1),
+        "MFU, of the measured peak at the clock while it computed": pytest.approx(0.1),
+    }
+    line = figures.peaks_line(found)
+    assert line is not None
+    assert (
+        "1,000,000.0 GFLOP/s and 4,000.0 GB/s of memory, measured on this machine on 2026-11-28 14:36" in line
+    )
+    assert figures.peaks_line(made()) is None
+    assert "MFU, of the specified peak" in figures.mfu_shares(made())
+
+
+def test_a_step_that_is_faster_than_the_measured_peak_raises_it() -> None:
+    """Both devices execute 5e12 FLOPs in 15 ms, 1 ms of it lost to overlap: no part is below 0."""
+    slow = FACTS["peaks"] | {"flops": 1e14, "measured": "2026-11-28 14:36 UTC"}
+    found = made(peaks=slow)
+    assert found.peaks.flops == pytest.approx(5e12 / 0.014)
+    assert found.steps[0].parts["utilisation"] == pytest.approx(0.0, abs=1e-12)
+    assert min(part for part in found.steps[0].parts.values() if part is not None) >= -1e-12
+    assert any(
+        "measured on 2026-11-28 14:36 UTC, so the machine was busy then" in note for note in found.notes
+    )
+    published = made(peaks=FACTS["peaks"] | {"flops": 1e14})
+    assert published.peaks.flops == 1e14, "a maker's figure stands"
+    assert not any("was busy" in note for note in published.notes)
 
 
 def test_an_evaluation_in_the_window_is_said_to_be_one() -> None:

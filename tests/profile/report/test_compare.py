@@ -119,7 +119,7 @@ def test_communication_says_whether_more_of_it_is_exposed_or_hidden() -> None:
 
 
 def test_a_fallen_clock_is_said() -> None:
-    """Mean sampled SM clocks are reported if they differ by more than 1%."""
+    """Mean sampled core clocks are reported if they differ by more than 1%."""
     a = example.breakdown()
     b = dataclasses.replace(
         a, clocks=[dataclasses.replace(track, sm_mhz=[1410.0] * 300) for track in a.clocks]

@@ -102,10 +102,10 @@ def test_clocks_power_and_heat_are_counter_tracks(exported: list[dict[str, Any]]
     track = example.track(0, points=10)
     counters = [e for e in exported if e["ph"] == "C"]
     assert {e["name"] for e in counters} == {
-        *("SM clock, MHz", "memory clock, MHz", "power, W", "temperature, °C", "throttle reasons"),
+        *("core clock, MHz", "memory clock, MHz", "power, W", "temperature, °C", "throttle reasons"),
     }
     assert {e["pid"] for e in counters} == {1}
-    points = {e["ts"]: e["args"]["value"] for e in counters if e["name"] == "SM clock, MHz"}
+    points = {e["ts"]: e["args"]["value"] for e in counters if e["name"] == "core clock, MHz"}
     known = {t * 1e6: f for t, f in zip(track.time_s, track.sm_mhz, strict=True) if f is not None}
     assert len(known) == 9
     assert points == known

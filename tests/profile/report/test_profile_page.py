@@ -176,13 +176,27 @@ def test_the_timeline_reads_out_the_samples_of_the_device_in_front(
     index = max(i for i, time_s in enumerate(track.time_s) if time_s <= 0.8 * end_s)
     shown = page.value("document.getElementById('readout').textContent")
     assert f"{track.time_s[index]:.3f} s, step 24:" in shown
-    assert f"SM {track.sm_mhz[index]:,.0f} MHz, memory 2,619 MHz" in shown
+    assert f"core {track.sm_mhz[index]:,.0f} MHz, memory 2,619 MHz" in shown
     watts = re.search(r"([\d.]+) W", shown)
     assert watts is not None
     assert float(watts[1]) == pytest.approx(track.power_w[index], abs=1e-3)
     assert "throttled by power_cap" in shown
     front = page.value("[...document.querySelectorAll('path.front')].map(p => p.dataset.track)")
     assert front == ["2"] * 4
+
+
+def test_a_cpu_s_page_has_no_unknown_figure_and_no_backtick(page: browser.Page, tmp_path: Path) -> None:
+    """Nor has the line of values at the cursor; what stands between backticks is code."""
+    breakdown = dataclasses.replace(example.on_cpu(), advice=["Run `jtrain plan <b>` & look."])
+    show(page, breakdown, tmp_path, width=390)
+    words, notes = page.value("document.body.innerText").split("Unknown values, with the reason")
+    assert "unknown" not in words
+    assert "measured on this machine on 2026-11-28" in words
+    assert "reads none" in notes
+    assert "`" not in words + notes
+    assert page.value("document.querySelector('#advice li code').textContent") == "jtrain plan <b>"
+    assert page.value("document.querySelectorAll('#timeline svg.plot').length") == 1
+    assert "core 1,980 MHz, not throttled" in page.value("document.getElementById('readout').textContent")
 
 
 def test_where_nothing_is_known_the_page_says_so(page: browser.Page, tmp_path: Path) -> None:

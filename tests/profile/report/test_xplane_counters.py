@@ -118,8 +118,8 @@ def test_xprofs_viewer_draws_clock_and_power_as_counters(tmp_path: Path) -> None
         for event in tool(file, "trace_viewer@")["traceEvents"]
         if event.get("ph") == "C"
     }
-    assert set(drawn) == {"SM clock (MHz)", "power (W)"}
-    assert drawn["SM clock (MHz)"] == [[500 * i, 750 if i < 6 else 1000] for i in range(13)]
+    assert set(drawn) == {"core clock (MHz)", "power (W)"}
+    assert drawn["core clock (MHz)"] == [[500 * i, 750 if i < 6 else 1000] for i in range(13)]
     joules = [stats["vdd_energy_j"] for _, _, _, stats in events(file, "/device:TPU:0", "XLA Ops")]
     assert joules == pytest.approx([0.6, 0.6])
 
