@@ -25,7 +25,7 @@ ROWS = (
     ("check",),
     ("cli",),
     ("bench",),
-    ("__main__", "launch", "generate", "explain", "node_check"),
+    ("__main__", "launch", "generate", "explain", "survey", "node_check"),
 )
 """A module imports only rows above its own, and itself. `python -m` finds the command line of a package by
 name."""

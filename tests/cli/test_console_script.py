@@ -27,9 +27,9 @@ def jtrain(*words: str, module: str = "jtrain") -> subprocess.CompletedProcess[s
 
 
 def test_every_verb_is_listed_and_no_other() -> None:
-    """A verb is a package with a `__main__`, or one of the three modules that are programs."""
+    """A verb is a package with a `__main__`, or one of the four modules that are programs."""
     packages = {path.parent.name for path in (ROOT / "jtrain").glob("*/__main__.py")}
-    assert set(VERBS) == packages | {"launch", "generate", "explain"}
+    assert set(VERBS) == packages | {"launch", "generate", "explain", "survey"}
 
 
 def test_help_lists_the_verbs_without_importing_jax(capsys: pytest.CaptureFixture[str]) -> None:

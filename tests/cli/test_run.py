@@ -24,7 +24,18 @@ from tests.processes import program
 ROOT = Path(__file__).parents[2]
 VERBS: dict[str, Verb] = {
     name: importlib.import_module(f"jtrain.cli.{name}").VERB
-    for name in ("launch", "plan", "profile", "checkpoint", "hf", "data", "generate", "explain", "node_check")
+    for name in (
+        "launch",
+        "plan",
+        "profile",
+        "checkpoint",
+        "hf",
+        "data",
+        "generate",
+        "explain",
+        "survey",
+        "node_check",
+    )
 }
 COMMANDS = [(name, word) for name, verb in VERBS.items() for word in ("", *verb.commands)]
 
