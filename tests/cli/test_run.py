@@ -316,7 +316,7 @@ def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
                 word,
             )
             prints_a_table = (name, word) in {("hf", "prove"), ("hf", "inspect")} or (
-                name in {"profile", "checkpoint", "data", "plan"}
+                name in {"profile", "checkpoint", "data", "plan", "survey"}
                 and word not in {"export", "sample", "reference"}
             )
             assert ("--json" in options) == prints_a_table, (name, word)

@@ -75,7 +75,9 @@ def test_the_one_kind_of_figure_that_decides_decides(
 ) -> None:
     low, high = bounds
     claim = Claim("speed", "a step", "2x to 4x", low=low, high=high, decided_by=decided_by, needs="a GPU")
-    figures = {kind: Figure("jtrain plan", value, missing="needs a GPU") for kind, value in values.items()}
+    figures: dict[Kind, Figure] = {
+        kind: Figure("jtrain plan", value, missing="needs a GPU") for kind, value in values.items()
+    }
     assert claim.verdict(figures) == verdict
 
 
