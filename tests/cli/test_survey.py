@@ -232,6 +232,10 @@ def test_wrong_rows_and_folders_exit_2(
         == "error: --out nowhere is no folder, and --measure alone makes one. Leave --out out.\n"
     )
     assert not (tmp_path / "nowhere").exists()
+    monkeypatch.setattr(survey, "CLAIMS", QUICK_CLAIMS[:1])
+    monkeypatch.setattr(survey, "CLAIMS_BY_SUBJECT", {"Data": QUICK_CLAIMS[:1]})
+    assert survey.main([]) == 0, "the way out"
+    assert capsys.readouterr().err == "next: jtrain survey --measure\n"
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Claim:
 
     @property
     def readings(self) -> dict[Kind, Reading]:
-        """Where the figures are read, by kind, of the kinds that there are."""
+        """Readings by kind, without the kinds that have none."""
         readings = dict(zip(KINDS, (self.predicted, self.compiled, self.measured), strict=True))
         return {kind: reading for kind, reading in readings.items() if reading is not None}
 
