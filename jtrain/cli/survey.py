@@ -19,7 +19,7 @@ from jtrain.cli.options import add_json, output_file
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError, did_you_mean
 from jtrain.plan.survey.claims import CLAIMS, CLAIMS_BY_SUBJECT
-from jtrain.plan.survey.evidence import Claim, Figure, Reading
+from jtrain.plan.survey.evidence import Claim, Figure, Lookup
 from jtrain.runtime.atomic_io import write_whole
 
 CHECKOUT = Path(__file__).parents[2]
@@ -57,15 +57,15 @@ def execute(args: Args) -> int:
         for command in dict.fromkeys(claim.predicted.command for claim in CLAIMS if claim.predicted)
     }
 
-    def figure_of(claim: Claim, reading: Reading) -> Figure:
-        if reading is not claim.predicted:
-            return find_figure(reading, out, reasons.get(reading.command) or f"needs {claim.needs}")
-        content, message = predictions[reading.command]
-        value, source = (None, "") if content is None else (reading.read(content), "this call")
-        return Figure(f"jtrain {reading.command}", value, source, message)
+    def figure_of(claim: Claim, lookup: Lookup) -> Figure:
+        if lookup is not claim.predicted:
+            return find_figure(lookup, out, reasons.get(lookup.command) or f"needs {claim.needs}")
+        content, message = predictions[lookup.command]
+        value, source = (None, "") if content is None else (lookup.read(content), "this call")
+        return Figure(f"jtrain {lookup.command}", value, source, message)
 
     figures = {
-        claim.name: {kind: figure_of(claim, reading) for kind, reading in claim.readings.items()}
+        claim.name: {kind: figure_of(claim, lookup) for kind, lookup in claim.lookups.items()}
         for claim in CLAIMS
     }
     content = to_json(CLAIMS_BY_SUBJECT, figures)
@@ -85,7 +85,7 @@ def commands_of(names: Sequence[str]) -> list[str]:
     """
     commands = {
         claim.name: [
-            reading.command for reading in (claim.compiled, claim.measured) if reading and reading.command
+            lookup.command for lookup in (claim.compiled, claim.measured) if lookup and lookup.command
         ]
         for claim in CLAIMS
     }
@@ -107,27 +107,27 @@ def predict(command: str) -> tuple[Any, str]:
     return (None, errors.getvalue().strip()) if code else (json.loads(output.getvalue()), "")
 
 
-def find_figure(reading: Reading, out: Path, missing: str) -> Figure:
+def find_figure(lookup: Lookup, out: Path, missing: str) -> Figure:
     """The figure that this machine measured, else the committed one.
 
     Args:
       missing: the reason if there is neither.
     """
-    command = f"jtrain {reading.command}" if reading.command else "bench/NOTES.md"
+    command = f"jtrain {lookup.command}" if lookup.command else "bench/NOTES.md"
     # A row without a number, such as one of clocks without NVML, leaves the committed one.
     with contextlib.suppress(LookupError):
-        if (record := read_record(reading.command, out)) is not None:
-            source = f"{record_file(reading.command, out)}, {_origin(record)}"
-            return Figure(command, reading.read(record["content"]), source)
-    file = CHECKOUT / "bench" / "results" / f"{reading.published}.json"
-    if reading.published and file.is_file():
+        if (record := read_record(lookup.command, out)) is not None:
+            source = f"{record_file(lookup.command, out)}, {_origin(record)}"
+            return Figure(command, lookup.read(record["content"]), source)
+    file = CHECKOUT / "bench" / "results" / f"{lookup.published}.json"
+    if lookup.published and file.is_file():
         content = json.loads(file.read_text())
         source = f"{file.relative_to(CHECKOUT)}, {_origin({'content': content})}"
-        return Figure(command, reading.read(content), source)
-    if reading.noted is not None and (CHECKOUT / reading.noted.page).is_file():
-        return Figure(command, reading.noted.value, reading.noted.page)
+        return Figure(command, lookup.read(content), source)
+    if lookup.noted is not None and (CHECKOUT / lookup.noted.page).is_file():
+        return Figure(command, lookup.noted.value, lookup.noted.page)
     # A wheel has neither results nor pages.
-    return Figure(command, missing="needs a checkout" if reading.published or reading.noted else missing)
+    return Figure(command, missing="needs a checkout" if lookup.published or lookup.noted else missing)
 
 
 def _origin(record: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ def record_file(command: str, out: Path) -> Path:
 
 
 def read_record(command: str, out: Path) -> dict[str, Any] | None:
-    """What this machine wrote for a command; None if it did not, or for one that begins alike.
+    """Record that this machine wrote for a command; None if it did not, or for one that begins alike.
 
     Raises:
       UserError: the file is damaged.

@@ -18,10 +18,10 @@ import pytest
 from jtrain.cli import survey
 from jtrain.errors import UserError
 from jtrain.plan.survey.claims import CLAIMS
-from jtrain.plan.survey.evidence import Noted, Reading
+from jtrain.plan.survey.evidence import Lookup, Noted
 
 QUICK, LONG = "plan ecmp --flows 8 --links 8", "plan ecmp --flows 64 --links 16 --trials 60000"
-SPEED = Reading(QUICK, ("rows", "16", "speed"))
+SPEED = Lookup(QUICK, ("rows", "16", "speed"))
 
 
 QUICK_CLAIMS = tuple(
@@ -180,14 +180,14 @@ def test_what_this_machine_measured_wins(tmp_path: Path, capsys: pytest.CaptureF
     reasons = survey.measure([wrong, QUICK], tmp_path)
     assert list(reasons) == [wrong]
     assert reasons[wrong].startswith("exit code 2: error: --links 0 must be from 1 to 65,536.")
-    committed = Reading(QUICK, ("rows", "16", "speed"), noted=Noted("README.md", "", 9.0))
+    committed = Lookup(QUICK, ("rows", "16", "speed"), noted=Noted("README.md", "", 9.0))
     assert survey.find_figure(committed, tmp_path / "empty", "").value == 9.0
     figure = survey.find_figure(committed, tmp_path, "")
     content, _ = survey.predict(QUICK)
     assert figure.value == SPEED.read(content) > 1
     assert re.search(r"/plan-ecmp-flows-8-links-8\.json, 20\d\d-\d\d-\d\d, commit ", figure.source)
     # A row that this machine could not fill leaves the committed figure.
-    other = Reading(QUICK, ("rows", "7", "speed"), noted=Noted("README.md", "", 9.0))
+    other = Lookup(QUICK, ("rows", "7", "speed"), noted=Noted("README.md", "", 9.0))
     assert survey.find_figure(other, tmp_path, "").value == 9.0
     assert "measured before" not in capsys.readouterr().err
 
@@ -198,12 +198,12 @@ def test_an_installed_jtrain_has_no_committed_figures(
     """A wheel has neither bench/ nor docs/."""
     monkeypatch.setattr(survey, "CHECKOUT", tmp_path)
     for claim in CLAIMS:
-        for kind, reading in claim.readings.items():
+        for kind, lookup in claim.lookups.items():
             if kind != "predicted":
-                figure = survey.find_figure(reading, tmp_path, "needs a GPU")
+                figure = survey.find_figure(lookup, tmp_path, "needs a GPU")
                 assert figure.value is None
                 assert figure.missing == (
-                    "needs a checkout" if reading.published or reading.noted else "needs a GPU"
+                    "needs a checkout" if lookup.published or lookup.noted else "needs a GPU"
                 )
 
 

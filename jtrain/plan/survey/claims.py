@@ -6,7 +6,7 @@ so that a prediction that agrees leaves it undecided. Limits of a run are decide
 calculates them as well.
 """
 
-from jtrain.plan.survey.evidence import Claim, Noted, Reading
+from jtrain.plan.survey.evidence import Claim, Lookup, Noted
 
 TABLE = "plan table"
 FOURTEEN_B = (
@@ -29,36 +29,36 @@ def _row(what: str, key: str = "value") -> tuple[str, ...]:
     return ("rows", what, key)
 
 
-def _ratio(command: str, what: str, published: str) -> Reading:
+def _ratio(command: str, what: str, published: str) -> Lookup:
     """The ratio of a benchmark's row."""
-    return Reading(command, _row(what, "ratio"), published=published)
+    return Lookup(command, _row(what, "ratio"), published=published)
 
 
-def _quotient(command: str, first: str, second: str, published: str, key: str = "value") -> Reading:
+def _quotient(command: str, first: str, second: str, published: str, key: str = "value") -> Lookup:
     """A figure of a benchmark's first row over that of the second."""
-    return Reading(command, _row(first, key), _row(second, key), published=published)
+    return Lookup(command, _row(first, key), _row(second, key), published=published)
 
 
-def _reduction(command: str, what: str, published: str = "") -> Reading:
+def _reduction(command: str, what: str, published: str = "") -> Lookup:
     """The baseline of a benchmark's row over its value."""
-    return Reading(command, _row(what, "baseline"), _row(what), published=published)
+    return Lookup(command, _row(what, "baseline"), _row(what), published=published)
 
 
-def _over_data_parallel(strategy: str, *path: str) -> Reading:
+def _over_data_parallel(strategy: str, *path: str) -> Lookup:
     """A figure of a strategy of table II over that of data parallelism."""
-    return Reading(TABLE, ("table_2", strategy, *path), ("table_2", "data parallel", *path))
+    return Lookup(TABLE, ("table_2", strategy, *path), ("table_2", "data parallel", *path))
 
 
 def _table_1(model: str, gb: int, gpus: int) -> Claim:
     text = (
         f"Table I: GPUs of 80 GB that train {model} ({gb:,} GB); predicted with ZeRO-3 and full recomputation"
     )
-    reading = Reading(TABLE, ("table_1", model, "devices_of_80_gb"))
+    lookup = Lookup(TABLE, ("table_1", model, "devices_of_80_gb"))
     return Claim(
         f"table-1-{model}",
         text,
         str(gpus),
-        reading,
+        lookup,
         low=float(gpus),
         high=float(gpus),
         unit="",
@@ -68,8 +68,8 @@ def _table_1(model: str, gb: int, gpus: int) -> Claim:
 
 def _table_2(stage: int) -> Claim:
     text = f"Table II: largest model of ZeRO-{stage} on 8 GPUs of 80 GB over that of data parallelism"
-    reading = _over_data_parallel(f"ZeRO-{stage}", "largest", "80 GB")
-    return Claim(f"zero-{stage}", text, "2x to 4x", reading, low=2.0, decided_by="predicted")
+    lookup = _over_data_parallel(f"ZeRO-{stage}", "largest", "80 GB")
+    return Claim(f"zero-{stage}", text, "2x to 4x", lookup, low=2.0, decided_by="predicted")
 
 
 def _step_s(network: str) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _table_3(name: str, network: str, seconds: float) -> Claim:
         f"table-3-{name}",
         text,
         f"{seconds:g} s",
-        Reading(TABLE, _step_s(network)),
+        Lookup(TABLE, _step_s(network)),
         low=0.9 * seconds,
         high=1.1 * seconds,
         unit="s",
@@ -94,10 +94,10 @@ def _table_3(name: str, network: str, seconds: float) -> Claim:
 
 def _wall(name: str, flop: float) -> Claim:
     text = f"FLOP of the largest run of 90 days: {name} wall, predicted with 16M tokens a step"
-    reading = Reading("plan walls --device h100", (f"{name.partition('-')[0]}_wall_flop",))
+    lookup = Lookup("plan walls --device h100", (f"{name.partition('-')[0]}_wall_flop",))
     low, high = flop / NEAR, flop * NEAR
     return Claim(
-        f"wall-{name}", text, f"{flop:.0e}", reading, low=low, high=high, unit="", decided_by="predicted"
+        f"wall-{name}", text, f"{flop:.0e}", lookup, low=low, high=high, unit="", decided_by="predicted"
     )
 
 
@@ -108,7 +108,7 @@ def _cost(name: str, what: str, unit: str, key: str) -> Claim:
         f"cost-{name}",
         text,
         "",
-        Reading(command, ("rows", "64", key)),
+        Lookup(command, ("rows", "64", key)),
         unit=unit,
         needs="a figure of the survey",
     )
@@ -157,7 +157,7 @@ CLAIMS_BY_SUBJECT = {
             "bytes-per-parameter",
             "memory of a 7B with Adam in float32 on one device, per parameter",
             "about 40 B",
-            Reading(TABLE, ("table_2", "data parallel", "device_bytes"), ("table_1", "7B", "parameters")),
+            Lookup(TABLE, ("table_2", "data parallel", "device_bytes"), ("table_1", "7B", "parameters")),
             low=36.0,
             high=44.0,
             unit="B",
@@ -174,8 +174,8 @@ CLAIMS_BY_SUBJECT = {
             "offload-10b",
             "Table II: 10^9 parameters on one H100 of 80 GB with optimizer state in host memory",
             "over 10",
-            Reading(FOURTEEN_B, ("formula", "parameters"), scale=1e-9),
-            Reading(
+            Lookup(FOURTEEN_B, ("formula", "parameters"), scale=1e-9),
+            Lookup(
                 f"{FOURTEEN_B} --compile",
                 ("formula", "parameters"),
                 scale=1e-9,
@@ -205,7 +205,7 @@ CLAIMS_BY_SUBJECT = {
             "Table II: bytes that a run places on the host by itself where CPU and GPU share memory (transparent); "
             "refused elsewhere (hardware dependent)",
             "",
-            Reading(
+            Lookup(
                 "plan llama1b --device gh200 --count 1 --set layout.offload.unified_memory=True",
                 ("formula", "host_argument_bytes"),
             ),
@@ -233,7 +233,7 @@ CLAIMS_BY_SUBJECT = {
             "one code base for GPU, NPU and DCU; compiled: bytes of a layer's attention on a TPU v6e over each array "
             "once",
             "",
-            compiled=Reading(
+            compiled=Lookup(
                 "bench kernel_bytes --only attention",
                 _row("v6e, attention of a llama8b layer, splash: over each array once"),
                 published="attention_bytes-aot",
@@ -244,7 +244,7 @@ CLAIMS_BY_SUBJECT = {
             "e-ecmp",
             "all-reduce with 16 queue pairs per connection over one; predicted: 64 flows over 16 links",
             "up to 1.4x",
-            Reading("plan ecmp --flows 64 --links 16", ("rows", "16", "speed")),
+            Lookup("plan ecmp --flows 64 --links 16", ("rows", "16", "speed")),
             low=1.4,
             needs="a RoCE network whose switches hash queue pairs",
         ),
@@ -254,7 +254,7 @@ CLAIMS_BY_SUBJECT = {
             "table-3-ratio",
             "Table III: the first of these steps over the second",
             "9x",
-            Reading(TABLE, _step_s("10 GbE"), _step_s("400G InfiniBand")),
+            Lookup(TABLE, _step_s("10 GbE"), _step_s("400G InfiniBand")),
             low=0.8 * 9,
             high=1.2 * 9,
             needs="2 hosts of 8 H100 with both networks",
@@ -265,7 +265,7 @@ CLAIMS_BY_SUBJECT = {
             "pipeline",
             "Figure 1: efficiency of the executor over that of its static schedule, 8 emulated workers",
             "1x",
-            measured=Reading(
+            measured=Lookup(
                 "", noted=Noted("docs/benchmarks.md", "0.97 to 0.98; 0.96 to 0.98 | 0.9 |", 0.96)
             ),
             low=0.9,
@@ -275,7 +275,7 @@ CLAIMS_BY_SUBJECT = {
             "pipeline-bubble",
             "Figure 1: bubble of 1F1B's instructions for 8 stages and 32 microbatches; by the formula 7 / 39",
             "0.179",
-            Reading("plan pipeline --schedule 1f1b --stages 8 --microbatches 32", ("bubble",)),
+            Lookup("plan pipeline --schedule 1f1b --stages 8 --microbatches 32", ("bubble",)),
             low=0.1790,
             high=0.1800,
             unit="",

@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-type Kind = Literal["predicted", "compiled", "measured"]
-type Verdict = Literal["reproduced", "not reproduced", "not decidable here"]
+type Evidence = Literal["predicted", "compiled", "measured"]
+type ClaimVerdict = Literal["reproduced", "not reproduced", "not decidable here"]
 
-KINDS: tuple[Kind, ...] = ("predicted", "compiled", "measured")
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "not reproduced", "not decidable here")
+KINDS: tuple[Evidence, ...] = ("predicted", "compiled", "measured")
+VERDICTS: tuple[ClaimVerdict, ...] = ("reproduced", "not reproduced", "not decidable here")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Noted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class Lookup:
     """One number in the JSON of a command, or that number over another one.
 
     command: words after `jtrain`, without `--json`; "" where the program is no longer there.
@@ -68,20 +68,20 @@ class Claim:
     name: str
     text: str
     reported: str
-    predicted: Reading | None = None
-    compiled: Reading | None = None
-    measured: Reading | None = None
+    predicted: Lookup | None = None
+    compiled: Lookup | None = None
+    measured: Lookup | None = None
     low: float = -math.inf
     high: float = math.inf
     unit: str = "x"
-    decided_by: Kind = "measured"
+    decided_by: Evidence = "measured"
     needs: str = ""
 
     @property
-    def readings(self) -> dict[Kind, Reading]:
-        """Readings by kind, without the kinds that have none."""
-        readings = dict(zip(KINDS, (self.predicted, self.compiled, self.measured), strict=True))
-        return {kind: reading for kind, reading in readings.items() if reading is not None}
+    def lookups(self) -> dict[Evidence, Lookup]:
+        """Lookups by kind, without the kinds that have none."""
+        lookups = dict(zip(KINDS, (self.predicted, self.compiled, self.measured), strict=True))
+        return {kind: lookup for kind, lookup in lookups.items() if lookup is not None}
 
     def agrees(self, value: float | None) -> bool | None:
         """True if a figure agrees with the survey; None without a figure on either side."""
@@ -89,7 +89,7 @@ class Claim:
             return None
         return self.low <= value <= self.high
 
-    def verdict(self, figures: Mapping[Kind, "Figure"]) -> Verdict:
+    def verdict(self, figures: Mapping[Evidence, "Figure"]) -> ClaimVerdict:
         """The verdict by the one kind of figure that decides; figures of other kinds never do."""
         figure = figures.get(self.decided_by)
         agrees = self.agrees(None if figure is None else figure.value)

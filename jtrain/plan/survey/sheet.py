@@ -5,13 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jtrain.plan.survey.evidence import KINDS, VERDICTS, Claim, Figure, Kind
+from jtrain.plan.survey.evidence import KINDS, VERDICTS, Claim, Evidence, Figure
 from jtrain.report.page import Page, Section
 from jtrain.report.table import CellLike, Facts, Table, numbers, words
 
 
 def to_json(
-    claims_by_subject: Mapping[str, tuple[Claim, ...]], figures: Mapping[str, Mapping[Kind, Figure]]
+    claims_by_subject: Mapping[str, tuple[Claim, ...]], figures: Mapping[str, Mapping[Evidence, Figure]]
 ) -> dict[str, Any]:
     """The claims with figures and verdicts, and how many have each verdict.
 
@@ -27,7 +27,7 @@ def to_json(
     return {"verdicts": {verdict: verdicts.count(verdict) for verdict in VERDICTS}, "claims": rows}
 
 
-def _claim_json(subject: str, claim: Claim, figures: Mapping[Kind, Figure]) -> dict[str, Any]:
+def _claim_json(subject: str, claim: Claim, figures: Mapping[Evidence, Figure]) -> dict[str, Any]:
     return {
         **{
             name: getattr(claim, name) for name in ("name", "text", "reported", "unit", "decided_by", "needs")
@@ -72,7 +72,7 @@ def _claims_table(subject: str, facts: Facts) -> Table:
     return table
 
 
-def _figure_cell(facts: Facts, index: int, kind: Kind) -> CellLike:
+def _figure_cell(facts: Facts, index: int, kind: Evidence) -> CellLike:
     row = facts.value("claims")[index]
     figure = row["figures"].get(kind, {"value": None})
     if figure["value"] is None:

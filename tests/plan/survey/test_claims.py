@@ -16,9 +16,7 @@ from jtrain.plan.survey.claims import CLAIMS
 from jtrain.plan.survey.evidence import Claim
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = sorted(
-    {reading.command for claim in CLAIMS for reading in claim.readings.values() if reading.command}
-)
+COMMANDS = sorted({lookup.command for claim in CLAIMS for lookup in claim.lookups.values() if lookup.command})
 WORDS = {
     "data": ("4.5x", "13.5x"),
     "memory": ("Table I:", "Table II:", "about 40 B", "over 10"),
@@ -39,18 +37,18 @@ def test_every_claim_of_the_mission_has_a_row(subject: str) -> None:
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_a_row_can_be_decided_or_says_what_it_needs(claim: Claim) -> None:
     """By a figure of the kind that decides; without a range no figure can."""
-    assert claim.readings
+    assert claim.lookups
     has_range = not (math.isinf(claim.low) and math.isinf(claim.high))
     assert has_range == bool(claim.reported)
-    decides = has_range and claim.decided_by in claim.readings
-    decider = claim.readings.get(claim.decided_by)
+    decides = has_range and claim.decided_by in claim.lookups
+    decider = claim.lookups.get(claim.decided_by)
     is_there = decider is not None and (
         decides and (claim.decided_by == "predicted" or decider.published or decider.noted)
     )
     assert is_there or claim.needs
-    for kind, reading in claim.readings.items():
-        assert reading.command or reading.noted
-        assert (kind == "predicted") <= reading.command.startswith("plan ")
+    for kind, lookup in claim.lookups.items():
+        assert lookup.command or lookup.noted
+        assert (kind == "predicted") <= lookup.command.startswith("plan ")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,14 +76,14 @@ def test_every_committed_figure_is_read() -> None:
     """Rows of bench/results, and words of the pages: at least one of either."""
     published, noted = 0, 0
     for claim in CLAIMS:
-        for reading in claim.readings.values():
-            if reading.published:
-                content = json.loads((ROOT / "bench" / "results" / f"{reading.published}.json").read_text())
-                assert math.isfinite(reading.read(content)), claim.name
+        for lookup in claim.lookups.values():
+            if lookup.published:
+                content = json.loads((ROOT / "bench" / "results" / f"{lookup.published}.json").read_text())
+                assert math.isfinite(lookup.read(content)), claim.name
                 published += 1
-            if reading.noted is not None:
-                page = re.sub(r"\s+", " ", (ROOT / reading.noted.page).read_text())
-                assert reading.noted.words in page, claim.name
+            if lookup.noted is not None:
+                page = re.sub(r"\s+", " ", (ROOT / lookup.noted.page).read_text())
+                assert lookup.noted.words in page, claim.name
                 noted += 1
     assert published >= 10
     assert noted == 2

@@ -1,10 +1,10 @@
-"""Readings and verdicts of made-up figures."""
+"""Lookups and verdicts of made-up figures."""
 
 from typing import Any
 
 import pytest
 
-from jtrain.plan.survey.evidence import Claim, Figure, Kind, Reading, Verdict
+from jtrain.plan.survey.evidence import Claim, ClaimVerdict, Evidence, Figure, Lookup
 from jtrain.plan.survey.sheet import page_of, to_json
 from jtrain.report.table import Table, text_of
 
@@ -19,20 +19,20 @@ CONTENT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("reading", "figure"),
+    ("lookup", "figure"),
     [
-        (Reading("", ("step_s", "slow")), 8.0),
-        (Reading("", ("step_s", "slow"), ("step_s", "fast")), 4.0),
-        (Reading("", ("step_s", "slow"), ("step_s", "fast"), scale=0.5), 2.0),
+        (Lookup("", ("step_s", "slow")), 8.0),
+        (Lookup("", ("step_s", "slow"), ("step_s", "fast")), 4.0),
+        (Lookup("", ("step_s", "slow"), ("step_s", "fast"), scale=0.5), 2.0),
         # A whole value wins over parts of others; a part has to be of one text.
-        (Reading("", ("rows", "plain", "value")), 3.0),
-        (Reading("", ("rows", "full loop", "ratio")), 0.5),
-        (Reading("", ("rows", "3.0", "value"), ("rows", "full loop", "value")), 0.6),
+        (Lookup("", ("rows", "plain", "value")), 3.0),
+        (Lookup("", ("rows", "full loop", "ratio")), 0.5),
+        (Lookup("", ("rows", "3.0", "value"), ("rows", "full loop", "value")), 0.6),
     ],
     ids=str,
 )
-def test_a_reading_is_a_number_or_one_over_another(reading: Reading, figure: float) -> None:
-    assert reading.read(CONTENT) == figure
+def test_a_figure_is_a_number_or_one_over_another(lookup: Lookup, figure: float) -> None:
+    assert lookup.read(CONTENT) == figure
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_reading_is_a_number_or_one_over_another(reading: Reading, figure: flo
 def test_what_is_not_there_is_no_figure(path: tuple[str, ...], message: str) -> None:
     """Also where two rows could be meant, or a machine left a number out."""
     with pytest.raises(LookupError, match=message):
-        Reading("", path).read(CONTENT)
+        Lookup("", path).read(CONTENT)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,14 @@ def test_what_is_not_there_is_no_figure(path: tuple[str, ...], message: str) -> 
     ],
 )
 def test_the_one_kind_of_figure_that_decides_decides(
-    bounds: tuple[float, float], decided_by: Kind, values: dict[Kind, float | None], verdict: Verdict
+    bounds: tuple[float, float],
+    decided_by: Evidence,
+    values: dict[Evidence, float | None],
+    verdict: ClaimVerdict,
 ) -> None:
     low, high = bounds
     claim = Claim("speed", "a step", "2x to 4x", low=low, high=high, decided_by=decided_by, needs="a GPU")
-    figures: dict[Kind, Figure] = {
+    figures: dict[Evidence, Figure] = {
         kind: Figure("jtrain plan", value, missing="needs a GPU") for kind, value in values.items()
     }
     assert claim.verdict(figures) == verdict
@@ -86,7 +89,7 @@ def test_a_row_says_its_verdict_and_what_it_needs() -> None:
     open_claim = Claim("speed", "a step", "2x", low=2.0, needs="8 GPUs")
     lost = Claim("memory", "bytes", "4", low=4.0, high=4.0, unit="", decided_by="compiled", needs="[aot]")
     closed = Claim("wall", "FLOP", "2e+28", low=1e28, high=3e28, unit="", decided_by="predicted")
-    figures: dict[str, dict[Kind, Figure]] = {
+    figures: dict[str, dict[Evidence, Figure]] = {
         "speed": {
             "predicted": Figure("jtrain a", 1.5, "this call"),
             "compiled": Figure("jtrain b", 2.25, "f.json"),
