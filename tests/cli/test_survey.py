@@ -249,4 +249,10 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
             survey.find_figure(SPEED, tmp_path, "")
     file.unlink()
     assert survey.measure([QUICK], tmp_path) == {}
+    # Long commands that begin alike share a file, and no figure.
+    padded = f"plan ecmp {'--seed 0 ' * 9}--flows 8 --links"
+    assert survey.measure([f"{padded} 8"], tmp_path) == {}
+    assert survey.record_file(f"{padded} 8", tmp_path) == survey.record_file(f"{padded} 4", tmp_path)
+    assert survey.read_record(f"{padded} 8", tmp_path) is not None
+    assert survey.read_record(f"{padded} 4", tmp_path) is None
     assert survey.find_figure(SPEED, tmp_path, "").value is not None

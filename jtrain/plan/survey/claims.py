@@ -118,7 +118,7 @@ CLAIMS_BY_SUBJECT = {
     "Data": (
         Claim(
             "data-throughput",
-            "ids/s of a mixture of 306 sources on one core over Grain's; OVERLORD's own runs had up to 4,096 GPUs",
+            "OVERLORD (on up to 4,096 GPUs): throughput; measured: ids/s of 306 sources of short documents over Grain's",
             "up to 4.5x",
             measured=_ratio(
                 "bench data --only mixing",
@@ -131,7 +131,7 @@ CLAIMS_BY_SUBJECT = {
         *(
             Claim(
                 f"data-memory-{name}",
-                f"CPU memory of the loaders of 32 consumers of 306 sources: that of {name}'s over jtrain's",
+                f"OVERLORD: CPU memory of loaders; measured: 32 consumers of 306 sources, {name}'s over jtrain's",
                 "up to 13.5x",
                 measured=_reduction(
                     "bench data --only memory",
@@ -172,7 +172,7 @@ CLAIMS_BY_SUBJECT = {
         _table_2(3),
         Claim(
             "offload-10b",
-            "Table II: 10^9 parameters on one H100 of 80 GB with optimizer state in host memory",
+            "ZeRO-Offload (Table II): 10^9 parameters on one H100 of 80 GB, optimizer state in host memory",
             "over 10",
             Lookup(FOURTEEN_B, ("formula", "parameters"), scale=1e-9),
             Lookup(
@@ -216,8 +216,8 @@ CLAIMS_BY_SUBJECT = {
     "Communication": (
         Claim(
             "overlap",
-            "step of llama8b over tensor=8 of H200, over the step with collectives beside matmuls; compiled: a "
-            "two-stream model of the programs",
+            "Triton-distributed: the plain step over the one that overlaps; compiled: llama8b over tensor=8 of H200, by a "
+            "two-stream model of both programs",
             "1.09x to 44.97x",
             compiled=_quotient(
                 "bench overlap --device h200",
@@ -230,7 +230,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "portability",
-            "one code base for GPU, NPU and DCU; compiled: bytes of a layer's attention on a TPU v6e over each array "
+            "UniOrch: one code base for GPU, NPU and DCU; compiled: bytes of a layer's attention on a TPU v6e over each array "
             "once",
             "",
             compiled=Lookup(
@@ -242,7 +242,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "e-ecmp",
-            "all-reduce with 16 queue pairs per connection over one; predicted: 64 flows over 16 links",
+            "E-ECMP: all-reduce with 16 queue pairs per connection over one; predicted: 64 flows over 16 links",
             "up to 1.4x",
             Lookup("plan ecmp --flows 64 --links 16", ("rows", "16", "speed")),
             low=1.4,
@@ -323,7 +323,7 @@ CLAIMS_BY_SUBJECT = {
     "Clocks": (
         Claim(
             "dvfs-loss",
-            "a lower clock is the largest loss of a step; measured: mean clock with zeros over that with random "
+            "Chopper: a lower clock is the largest loss of a step; measured: mean clock with zeros over that with random "
             "numbers",
             "",
             measured=_reduction("bench machine --soak 60", "random numbers against zeros, mean_mhz"),
@@ -331,7 +331,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "dvfs-allocation",
-            "clock with buffers of one size over that with sizes that change (FSDPv2 over FSDPv1)",
+            "Chopper: clock with buffers of one size over that with sizes that change (FSDPv2 over FSDPv1)",
             "about 1.2x",
             measured=_reduction("bench machine --soak 60", "sizes that change against one size, mean_mhz"),
             low=1.1,
