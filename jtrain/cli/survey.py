@@ -1,4 +1,4 @@
-"""Command line of the survey's claims: `python -m jtrain.survey`, with `--measure` for what this machine can."""
+"""Command line of the survey's claims: `python -m jtrain.survey`, and what this machine can measure."""
 
 import contextlib
 import datetime
@@ -32,8 +32,8 @@ def add_options(parser: Parser) -> None:
         "--measure",
         nargs="*",
         metavar="ROW",
-        help="measure and compile the figures of these rows (default: all) that --out lacks; a row takes seconds "
-        "to an hour",
+        help="measure and compile the figures of these rows (default: all) that --out lacks; seconds to an "
+        "hour each",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"folder of what this machine measured (default: {OUT})"
@@ -218,8 +218,8 @@ def _locked(out: Path) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another call measures into {out}, or what a killed one started still runs. Wait for it, or give "
-                "this one another --out."
+                f"another call measures into {out}, or what a killed one started still runs. Wait for it, or "
+                "give this one another --out."
             ) from None
         yield lock.fileno()
 
@@ -238,8 +238,8 @@ VERB = Verb(
         "print the survey's claims with predictions, compilations, measurements and verdicts",
         execute,
         add_options,
-        description="Prints each claim of the survey (arXiv:2603.26823) beside what jtrain predicts now, what "
-        "compilers say and what was measured, with a verdict. --measure goes on where a killed call stopped.",
+        description="Prints each claim of the survey (arXiv:2603.26823) beside what jtrain predicts now, "
+        "what compilers say and what was measured, with a verdict. --measure goes on where a killed call stopped.",
         then=_then,
     ),
 )

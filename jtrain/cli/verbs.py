@@ -22,7 +22,7 @@ VERBS = {
     "hf": "export to and import from Hugging Face directories",
     "generate": "sample text from a checkpoint",
     "explain": "what a field of a config means, and how it is set",
-    "survey": "the survey's claims beside predictions, compilers and measurements, with a verdict on each",
+    "survey": "the survey's claims beside predictions, compilers and measurements, with verdicts",
     "bench": "measure one of the published numbers",
 }
 """Verb -> one line of help. A verb is a module or package of `jtrain` that runs with `python -m`."""

@@ -148,7 +148,10 @@ def test_the_page_has_the_figures_of_the_json(page: Path, rows: dict[str, dict[s
 
 def test_a_killed_measurement_goes_on(tmp_path: Path) -> None:
     """What was measured is kept; what a killed call left running is waited for, and then done again."""
-    calls = f"from jtrain.cli.survey import measure\nmeasure([{QUICK!r}, {LONG!r}], __import__('pathlib').Path('.'))"
+    calls = (
+        "import pathlib\nfrom jtrain.cli.survey import measure\n"
+        f"measure([{QUICK!r}, {LONG!r}], pathlib.Path('.'))"
+    )
     process = subprocess.Popen([sys.executable, "-c", calls], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

@@ -10,11 +10,11 @@ from jtrain.plan.survey.evidence import Claim, Lookup, Noted
 
 TABLE = "plan table"
 FOURTEEN_B = (
-    "plan qwen3_8b --device h100 --count 1 --host-memory 256GiB --set model.num_layers=40 --set model.d_model=5120"
-    " --set model.num_heads=40 --set model.d_ff=17408 --set data.seq_len=4096 --set data.global_batch=8"
-    " --set layout.microbatches=8 --set layout.offload.optimizer=1.0 --set precision.param_dtype=bfloat16"
-    " --set optimizer.param_rounding=stochastic --set optimizer.moment_dtype=bfloat16_sr"
-    " --set precision.grad_accum_dtype=bfloat16"
+    "plan qwen3_8b --device h100 --count 1 --host-memory 256GiB --set model.num_layers=40"
+    " --set model.d_model=5120 --set model.num_heads=40 --set model.d_ff=17408 --set data.seq_len=4096"
+    " --set data.global_batch=8 --set layout.microbatches=8 --set layout.offload.optimizer=1.0"
+    " --set precision.param_dtype=bfloat16 --set optimizer.param_rounding=stochastic"
+    " --set optimizer.moment_dtype=bfloat16_sr --set precision.grad_accum_dtype=bfloat16"
 )
 """Exits with 0 only if the model fits; with `--compile`, only if the compiler confirms it."""
 
@@ -78,7 +78,7 @@ def _step_s(network: str) -> tuple[str, ...]:
 
 
 def _table_3(name: str, network: str, seconds: float) -> Claim:
-    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}; its 6,144 tokens a row are assumed"
+    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}; rows of 6,144 tokens assumed"
     needs = "2 hosts of 8 H100 with that network"
     return Claim(
         f"table-3-{name}",
@@ -118,7 +118,7 @@ CLAIMS_BY_SUBJECT = {
     "Data": (
         Claim(
             "data-throughput",
-            "OVERLORD (on up to 4,096 GPUs): throughput; measured: ids/s of 306 sources of short documents over Grain's",
+            "OVERLORD, 4,096 GPUs: throughput; measured: ids/s of short documents over Grain's",
             "up to 4.5x",
             measured=_ratio(
                 "bench data --only mixing",
@@ -131,7 +131,7 @@ CLAIMS_BY_SUBJECT = {
         *(
             Claim(
                 f"data-memory-{name}",
-                f"OVERLORD: CPU memory of loaders; measured: 32 consumers of 306 sources, {name}'s over jtrain's",
+                f"OVERLORD: CPU memory of loaders; measured: {name}'s over jtrain's, 32 consumers, 306 sources",
                 "up to 13.5x",
                 measured=_reduction(
                     "bench data --only memory",
@@ -145,8 +145,8 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "prefetch",
-            "reading is hidden (GPUs that wait for it are 25 to 50 % busy): tokens/s of the loop over the bare step's, "
-            "on a CPU",
+            "prefetch hides reading, without which GPUs are 25 to 50 % busy; measured: tokens/s of the whole "
+            "loop on a CPU over the bare step's",
             "hidden",
             measured=_ratio("bench loop_overhead", "full loop", "loop_overhead-epyc"),
             low=0.97,  # the bar of the benchmark: its rounds differ by 3 %
@@ -187,7 +187,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "offload-activations",
-            "Table II: peak with activations on the host over the peak without; compiled: llama8b on 8 x H200",
+            "Table II: peak with activations on the host over without; compiled: llama8b on 8 x H200",
             "below 1x",
             _over_data_parallel("offload: activations", "device_bytes"),
             _quotient(
@@ -202,8 +202,8 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "unified-memory",
-            "Table II: bytes that a run places on the host by itself where CPU and GPU share memory (transparent); "
-            "refused elsewhere (hardware dependent)",
+            "Table II: one memory of CPU and GPU, transparent: bytes that a run places on the host itself; "
+            "hardware dependent: refused elsewhere",
             "",
             Lookup(
                 "plan llama1b --device gh200 --count 1 --set layout.offload.unified_memory=True",
@@ -216,8 +216,8 @@ CLAIMS_BY_SUBJECT = {
     "Communication": (
         Claim(
             "overlap",
-            "Triton-distributed: the plain step over the one that overlaps; compiled: llama8b over tensor=8 of H200, by a "
-            "two-stream model of both programs",
+            "Triton-distributed: a step over the one that overlaps; compiled: llama8b over tensor=8 of H200, "
+            "by the two-stream model of both programs",
             "1.09x to 44.97x",
             compiled=_quotient(
                 "bench overlap --device h200",
@@ -230,8 +230,8 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "portability",
-            "UniOrch: one code base for GPU, NPU and DCU; compiled: bytes of a layer's attention on a TPU v6e over each array "
-            "once",
+            "UniOrch: one code base for GPU, NPU and DCU; compiled: bytes of attention on a TPU v6e over those "
+            "of its arrays",
             "",
             compiled=Lookup(
                 "bench kernel_bytes --only attention",
@@ -242,7 +242,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "e-ecmp",
-            "E-ECMP: all-reduce with 16 queue pairs per connection over one; predicted: 64 flows over 16 links",
+            "E-ECMP: all-reduce with 16 queue pairs over one; predicted: 64 flows over 16 links",
             "up to 1.4x",
             Lookup("plan ecmp --flows 64 --links 16", ("rows", "16", "speed")),
             low=1.4,
@@ -283,7 +283,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "fusion",
-            "RMSNorm's backward pass in one kernel over XLA's fusions: rate on an H100; compiled: bytes on an H200",
+            "RMSNorm's backward pass in one kernel over XLA's: rate on an H100; compiled: bytes on an H200",
             "1.3x to 2x",
             None,
             _quotient(
@@ -314,7 +314,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "mixed-precision",
-            "a layer of llama8b on an H200 with matmuls in 8 bits over bfloat16; bfloat16 over float32 is not measured",
+            "a layer of llama8b on an H200 in 8 bits over bfloat16; bfloat16 over float32 is not measured",
             "1.5x to 3x",
             measured=_ratio("bench fp8_speed --only layers", "8192 tokens: fp8_delayed", "fp8_speed-h200"),
             low=1.5,
@@ -323,8 +323,8 @@ CLAIMS_BY_SUBJECT = {
     "Clocks": (
         Claim(
             "dvfs-loss",
-            "Chopper: a lower clock is the largest loss of a step; measured: mean clock with zeros over that with random "
-            "numbers",
+            "Chopper: a lower clock is the largest loss of a step; measured: mean clock with zeros over that "
+            "with random numbers",
             "",
             measured=_reduction("bench machine --soak 60", "random numbers against zeros, mean_mhz"),
             needs="GPUs at their power limit, and the profile of a run on them",

@@ -102,7 +102,7 @@ class Claim:
 class Figure:
     """A figure as it was found, in the claim's unit.
 
-    command: as a user types it. source: where the value is from: `this call`, or a file with date and machine.
+    command: as a user types it. source: of the value: `this call`, or a file with date and machine.
     missing: the reason if there is no value.
     """
 

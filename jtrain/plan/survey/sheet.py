@@ -54,8 +54,8 @@ def page_of(content: Mapping[str, Any]) -> Page:
         "The survey's claims",
         [*sections, Section("commands", "Where the figures are from", [_commands_table(content)])],
         introduction=[
-            "arXiv:2603.26823 beside what jtrain predicts now, what compilers for absent chips say, and what was "
-            "measured. Bytes are decided by plans and compilers, times and rates by measurements alone."
+            "arXiv:2603.26823 beside what jtrain predicts now, what compilers for absent chips say, and what "
+            "was measured. Bytes are decided by plans and compilers, times and rates by measurements alone."
         ],
         tiles=[(verdict, facts.cell(f"verdicts.{verdict}")) for verdict in VERDICTS],
         kind="survey",

@@ -1,4 +1,4 @@
-"""The data of the claims: every command exists and parses, every committed figure is where it is said to be."""
+"""Data of the claims: every command exists and parses, every committed figure is where it is said to be."""
 
 import importlib
 import json
