@@ -239,7 +239,7 @@ VERB = Verb(
         execute,
         add_options,
         description="Prints each claim of the survey (arXiv:2603.26823) beside what jtrain predicts now, "
-        "what compilers say and what was measured, with a verdict. --measure goes on where a killed call stopped.",
+        "what compilers say and what was measured, with verdicts. --measure goes on where a killed call stopped.",
         then=_then,
     ),
 )

@@ -78,7 +78,7 @@ def _step_s(network: str) -> tuple[str, ...]:
 
 
 def _table_3(name: str, network: str, seconds: float) -> Claim:
-    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}; rows of 6,144 tokens assumed"
+    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}; with rows of 6,144 tokens"
     needs = "2 hosts of 8 H100 with that network"
     return Claim(
         f"table-3-{name}",
@@ -131,7 +131,7 @@ CLAIMS_BY_SUBJECT = {
         *(
             Claim(
                 f"data-memory-{name}",
-                f"OVERLORD: CPU memory of loaders; measured: {name}'s over jtrain's, 32 consumers, 306 sources",
+                f"OVERLORD: CPU memory of loaders; measured: {name}'s over jtrain's, 32 readers, 306 sources",
                 "up to 13.5x",
                 measured=_reduction(
                     "bench data --only memory",
@@ -230,7 +230,7 @@ CLAIMS_BY_SUBJECT = {
         ),
         Claim(
             "portability",
-            "UniOrch: one code base for GPU, NPU and DCU; compiled: bytes of attention on a TPU v6e over those "
+            "UniOrch: one code base for GPU, NPU and DCU; compiled: bytes of attention on a v6e over those "
             "of its arrays",
             "",
             compiled=Lookup(
