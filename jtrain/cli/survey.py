@@ -239,7 +239,8 @@ VERB = Verb(
         execute,
         add_options,
         description="Prints each claim of the survey (arXiv:2603.26823) beside what jtrain predicts now, "
-        "what compilers say and what was measured, with verdicts. --measure goes on where a killed call stopped.",
+        "what compilers say and what was measured, with verdicts. --measure goes on where a killed call "
+        "stopped.",
         then=_then,
     ),
 )

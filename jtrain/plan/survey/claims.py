@@ -78,7 +78,7 @@ def _step_s(network: str) -> tuple[str, ...]:
 
 
 def _table_3(name: str, network: str, seconds: float) -> Claim:
-    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}; with rows of 6,144 tokens"
+    text = f"Table III: step of a 12B fine-tune on 2 hosts of 8 H100 over {network}, 6,144 tokens a row"
     needs = "2 hosts of 8 H100 with that network"
     return Claim(
         f"table-3-{name}",
