@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.overlap import mixture_step
+from bench.overlap import MIXTURE_MESH, mixture_step
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.estimate.collectives import collectives
@@ -22,7 +22,7 @@ def test_the_expert_exchange_is_beside_matmuls() -> None:
     assert sent.async_bytes == sent.array_bytes
     assert sent.hidden_bytes / sent.array_bytes >= 0.75
 
-    job = plan_job(build_run(load_config("qwen3_30b_a3b")))
+    job = plan_job(build_run(load_config("qwen3_30b_a3b", sets=MIXTURE_MESH)))
     (rows,) = (c for c in collectives(job) if c.kind == "ragged-all-to-all")
     assert sent.count == rows.count == 48 * 32 * 6 * 4
     assert sent.array_bytes == rows.array_bytes
