@@ -20,8 +20,8 @@ import collections
 from collections.abc import Iterator
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.config.load import load_config
-from jtrain.config.run import build_run
+from jtrain.config.load import for_devices, load_config
+from jtrain.config.run import Run, build_run
 from jtrain.hlo import traffic
 from jtrain.hlo.scopes import scope_mark
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
@@ -43,9 +43,6 @@ SETTINGS = (
     f"data.seq_len={SEQ_LEN}",
 )
 """Settings. The unembedding's all-gather is a 30th of all bytes with four sequences, a tenth with one."""
-
-MIXTURE_MESH = ("mesh.data=2",)
-"""The config's `auto` for eight devices, of which expert=4 takes four."""
 
 IN_PIECES, IN_GROUPS = "layout.tensor_overlap=True", f"layout.sequence_groups={SEQUENCES}"
 IN_8_BITS = (IN_PIECES, "precision.matmul_dtype=fp8_delayed")
@@ -86,13 +83,21 @@ def run(args: Options) -> Iterator[Row]:
             yield from exchange_rows(device)
 
 
+def mixture_run() -> Run:
+    """qwen3_30b_a3b as it ships, over eight devices: data=2, expert=4, 32 microbatches."""
+    config = load_config("qwen3_30b_a3b")
+    # The config leaves to a start what depends on the number of devices.
+    for_devices(config, DEVICES)
+    return build_run(config)
+
+
 def mixture_step(device: str) -> CompiledStep:
-    """The step of qwen3_30b_a3b over data=2 and expert=4, compiled for eight of the device.
+    """The step of `mixture_run`, compiled for eight of the device.
 
     Raises:
       UserError: the compiler is not installed.
     """
-    built = build_run(load_config("qwen3_30b_a3b", sets=MIXTURE_MESH))
+    built = mixture_run()
     return compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
 
 

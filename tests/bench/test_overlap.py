@@ -2,9 +2,7 @@
 
 import pytest
 
-from bench.overlap import MIXTURE_MESH, mixture_step
-from jtrain.config.load import load_config
-from jtrain.config.run import build_run
+from bench.overlap import mixture_run, mixture_step
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.from_run import plan_job
 
@@ -22,7 +20,7 @@ def test_the_expert_exchange_is_beside_matmuls() -> None:
     assert sent.async_bytes == sent.array_bytes
     assert sent.hidden_bytes / sent.array_bytes >= 0.75
 
-    job = plan_job(build_run(load_config("qwen3_30b_a3b", sets=MIXTURE_MESH)))
+    job = plan_job(mixture_run())
     (rows,) = (c for c in collectives(job) if c.kind == "ragged-all-to-all")
     assert sent.count == rows.count == 48 * 32 * 6 * 4
     assert sent.array_bytes == rows.array_bytes
