@@ -26,7 +26,7 @@ from jtrain.check.packing import (
 from jtrain.check.pairs import first_loss_is_ln_2, loss_is_formula, with_stored_reference
 from jtrain.check.records import Sample, cut_pairs, cut_rows, read_samples, with_few_ids
 from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
-from jtrain.check.small_run import SmallRuns, small_data
+from jtrain.check.small_run import SmallRuns, axes_in_use, small_data
 from jtrain.check.stored import check_stored, with_made_up_teacher
 from jtrain.config import tree
 from jtrain.config.course import Trainer
@@ -183,7 +183,8 @@ class RunCheck:
 
     def _layouts(self) -> Proofs:
         """A line for as many axes in use together as there are devices for, and one for each axis."""
-        axes = self.small.axes
+        # Of the run: its small form is of records that are read, which may be what fails.
+        axes = axes_in_use(self.run.mesh)
         groups = [some for some in dict.fromkeys([axes[:TOGETHER], axes[-TOGETHER:]]) if len(some) > 1]
         groups += [(axis,) for axis in axes] or [()]
         for some in groups:
@@ -225,6 +226,6 @@ class RunCheck:
     def _resume(self) -> str:
         # The ids of the tokenizer, of which a model may have more.
         vocab_size = min(self.run.model.vocab_size, -(-self.small_dataset.vocab_size // 16) * 16)
-        run = self.small.interrupted(self.small.axes[-TOGETHER:], self.plain, vocab_size)
+        run = self.small.interrupted(axes_in_use(self.run.mesh)[-TOGETHER:], self.plain, vocab_size)
         with tempfile.TemporaryDirectory() as scratch:
             return resume_is_unbroken(run, self.config_text, Path(scratch))

@@ -46,12 +46,6 @@ class SmallRuns:
     data: PackedText
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes that the run has in use; `data=auto` is one, for it takes all devices."""
-        mesh = self.run.mesh
-        return tuple(axis for axis in AXES if getattr(mesh, axis) == "auto" or getattr(mesh, axis) > 1)
-
-    @property
     def accumulates(self) -> bool:
         """True if the run computes its batch in several parts."""
         layout = self.run.layout
@@ -200,6 +194,11 @@ class SmallRuns:
             run = dataclasses.replace(run, objective=ObjectiveSpec(run.objective.mean))
         validate(run)
         return run
+
+
+def axes_in_use(mesh: MeshSpec) -> tuple[str, ...]:
+    """Axes of a run's mesh with more than one device; `data=auto` is one, for it takes all devices."""
+    return tuple(axis for axis in AXES if getattr(mesh, axis) == "auto" or getattr(mesh, axis) > 1)
 
 
 def small_data(data: PackedText, *, seq_len: int, rows: int) -> PackedText:

@@ -69,7 +69,7 @@ BUGS = {
     "evaluation: documents of one row see each other": PlantedBug(
         "jtrain/step/train_step.py",
         "return None, model.token_nats(weights, part, placement)",
-        "part = dataclasses.replace(part, segment_BL=part.segment_BL * 0 + 1)\n            "
+        "part = dataclasses.replace(part, segment_BL=part.segment_BL * 0 + 1)\n                    "
         "return None, model.token_nats(weights, part, placement)",
         words_of("text"),
         "packed = alone",

@@ -1,5 +1,6 @@
 """`jtrain check` finds planted bugs, names the line that is theirs, and the record."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,6 @@ def test_the_line_of_a_bug_fails(bug: PlantedBug, tree: Path) -> None:
     failed = {line["name"]: line["detail"] for line in lines if line["verdict"] == "FAILS"}
     assert bug.line in failed, output
     if bug.line in BY_RECORD:
-        assert "chats.jsonl:" in failed[bug.line] or ".py:" in failed[bug.line], failed
+        # A file and the place of a record in it, or in a part of it.
+        assert re.search(r"\.(py|jsonl)(@\d+)?:\d+", failed[bug.line]), failed
     assert "next: jtrain " in output
