@@ -3,9 +3,9 @@
     pip download trl==1.16.0 --no-deps -d T && python -m jtrain.bench chat_masks --trl T/trl-1.16.0-*.whl
 
 200 conversations (two turns; a system message; reasoning; tools and a call), each template with a small
-tokenizer of its special tokens. Every conversation must be learned exactly as it is sampled, or refused with the
-reason. The rows of the blocks `{% generation %}`, by which TRL's training templates say what is trained, count
-turns whose block is not what is sampled. The templates are TRL's and not in this repository.
+tokenizer of its special tokens. Every conversation must be learned exactly as it is sampled, or refused with
+the reason. The rows of the blocks `{% generation %}`, by which TRL's training templates say what is trained,
+count turns whose block is not what is sampled. The templates are TRL's and not in this repository.
 """
 
 import tempfile

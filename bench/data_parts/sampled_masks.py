@@ -67,8 +67,8 @@ class SampledMasks:
         return counts
 
     def template_blocks(self, conversations: list[Conversation]) -> Counter[str]:
-        """Returns how the template's own blocks `{% generation %}` differ from what a model samples: the turns
-        that are equal, that go on behind the stop token, and that begin within the generation prompt or
+        """Returns how the template's own blocks `{% generation %}` differ from what a model samples: the
+        turns that are equal, that go on behind the stop token, and that begin within the generation prompt or
         later.
         """
         counts: Counter[str] = Counter()

@@ -138,7 +138,8 @@ class RunCheck:
             own = next((s for s in itertools.islice(batches, 20) if s.num_targets), None)
         if own is None:
             raise UserError(
-                f"no target in 20 batches of rows of {self.small.data.seq_len} tokens: every sample is longer."
+                f"no target in 20 batches of rows of {self.small.data.seq_len} tokens: every sample is "
+                "longer."
             )
         cut = cut_pairs if self.run.data.has_pairs else cut_rows
         return with_few_ids([cut(own, seed=self.run.seed), own])

@@ -1,8 +1,8 @@
 """Learned = sampled: each target against what a model that is given the prompt would have to say.
 
-A scripted model says what the record says: it is given the generation prompt and goes on through the stop token.
-Its texts come from the template and the raw messages alone; the learned texts come from the tokens and targets
-of a batch. Nothing between the two (spans, offsets, masks, packing, collation) is taken for granted.
+A scripted model says what the record says: it is given the generation prompt and goes on through the stop
+token. Its texts come from the template and the raw messages alone; the learned texts come from the tokens and
+targets of a batch. Nothing between the two (spans, offsets, masks, packing, collation) is taken for granted.
 """
 
 import dataclasses
@@ -218,8 +218,8 @@ def _check_piece(script: Script, piece: Piece, ids: np.ndarray, is_learned: np.n
         if match is None:
             expected = texts[matched][0] if matched < len(turns) else "nothing more"
             raise Differs(
-                f"{piece.name} (row {piece.row}): {_excerpt(run)} is learned after {_excerpt(read[-30:])}, and a "
-                f"model says {_excerpt(expected)}"
+                f"{piece.name} (row {piece.row}): {_excerpt(run)} is learned after {_excerpt(read[-30:])}, "
+                f"and a model says {_excerpt(expected)}"
             )
         matched = match + 1
     if len(edges) == len(turns):
@@ -262,7 +262,8 @@ def targets_are_never_zero(samples: list[Sample], *, rows: int) -> str:
         if len(batch) == rows and not sum(batch):
             piece = next((p for p in samples[first // size].pieces), None)
             raise Differs(
-                f"batch {first // rows} has no target in {rows} rows; first record: {piece.name if piece else 'none'}"
+                f"batch {first // rows} has no target in {rows} rows; first record: "
+                f"{piece.name if piece else 'none'}"
             )
     if not sum(counts):
         raise Differs(f"the first {len(counts)} rows have no target at all")

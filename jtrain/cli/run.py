@@ -77,7 +77,9 @@ class Parser(argparse.ArgumentParser):
         return option in self._option_string_actions
 
     def _hint(self, word: str) -> str:
-        """Suggestion for an option that is not there: the field or option of that meaning, or the nearest name."""
+        """Suggestion for an option that is not there: the field or option of that meaning, or the nearest
+        name.
+        """
         name, equals, value = word.partition("=")
         alias = known_elsewhere(name)
         if alias is not None and self._takes(alias):

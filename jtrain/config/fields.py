@@ -1,4 +1,6 @@
-"""Every field of a config with its meaning, unit, default and place, read off the dataclasses and their docstrings."""
+"""Every field of a config with its meaning, unit, default and place, read off the dataclasses and their
+docstrings.
+"""
 
 import ast
 import collections.abc
@@ -225,7 +227,9 @@ def _fields_of(
 
 
 def _is_first(kind: type, field: Field) -> bool:
-    """True for the component that configs have where the class gives no default: `optimizer` is AdamW in most."""
+    """True for the component that configs have where the class gives no default: `optimizer` is AdamW in
+    most.
+    """
     return field.default == tree.NOT_SET and kind is field.kinds[0]
 
 
@@ -327,7 +331,8 @@ def find(word: str) -> FieldMatch:
         )
     if classes and class_name not in ("", "None"):
         raise UserError(
-            f"{word}: {path} takes no {class_name}. {did_you_mean(class_name, classes)}There are: {', '.join(classes)}."
+            f"{word}: {path} takes no {class_name}. {did_you_mean(class_name, classes)}There are: "
+            f"{', '.join(classes)}."
         )
     if len(fields) == 1 and len(classes) == 1:
         (kind,) = classes.values()

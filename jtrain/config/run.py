@@ -54,8 +54,9 @@ class EvalSpec:
     sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a
       training source. An evaluation reads at most `data.eval_batches` batches of each set.
     first: True to evaluate the weights of step 0 as well, which a fine-tuned model is compared with.
-    answers: turns of held-out samples of each set that the model answers at each evaluation, with the most likely
-      tokens; generations.jsonl in the workdir keeps them, and `eval_exact` is the share that equals the sample's.
+    answers: turns of held-out samples of each set that the model answers at each evaluation, with the most
+      likely tokens; generations.jsonl in the workdir keeps them, and `eval_exact` is the share that equals
+      the sample's.
     prompts: fixed prompts that it answers as well: what a user says if the data has chats, otherwise the
       beginning of a document.
     answer_tokens: most tokens of an answer.
@@ -272,7 +273,9 @@ def check_distillation(run: Run) -> None:
 
 
 def check_preferences(run: Run) -> None:
-    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot have."""
+    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot
+    have.
+    """
     objective = run.objective
     sources = [(field_of(name), source) for name, source in run.data.named_sources.items()]
     sources += [(f"{HELD_OUT_PREFIX}{name}", source) for name, source in run.eval.sets.items()]
@@ -281,52 +284,55 @@ def check_preferences(run: Run) -> None:
         if is_paired and not isinstance(objective, DPO):
             raise UserError(
                 f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
-                f"objective=DPO(...). Add --with dpo. Without {field}.rejected_field the better answers alone would be "
-                "learned."
+                f"objective=DPO(...). Add --with dpo. Without {field}.rejected_field the better answers "
+                "alone would be learned."
             )
         if not is_paired and isinstance(objective, DPO):
             raise UserError(
-                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, and "
-                "prompt_field or messages_field with it."
+                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, "
+                "and prompt_field or messages_field with it."
             )
     if not isinstance(objective, DPO):
         return
     if run.adapter is not None and run.adapter.dropout:
         raise UserError(
-            f"adapter.dropout={run.adapter.dropout} with objective=DPO(...): the two log-probabilities of a pair, and "
-            "those of the reference, would be of different random models. Set adapter.dropout=0.0."
+            f"adapter.dropout={run.adapter.dropout} with objective=DPO(...): the two log-probabilities of a "
+            "pair, and those of the reference, would be of different random models. Set adapter.dropout=0.0."
         )
     if objective.reference == "adapter_off" and run.adapter is None:
         raise UserError(
-            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set adapter "
-            "(--with lora), or objective.reference=none."
+            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set "
+            "adapter (--with lora), or objective.reference=none."
         )
     if objective.reference == "adapter_off" and run.adapter is not None and run.adapter.train:
         raise UserError(
-            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter the model "
-            "would not be what it was, as these parameters move. Set adapter.train=(), or objective.reference=none."
+            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter "
+            "the model would not be what it was, as these parameters move. Set adapter.train=(), or "
+            "objective.reference=none."
         )
     if run.model.z_loss:
         raise UserError(
-            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their log-probabilities "
-            "alone. Set model.z_loss=0.0."
+            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their "
+            "log-probabilities alone. Set model.z_loss=0.0."
         )
     if (dtype := run.precision.matmul_dtype) != "compute":
         raise UserError(
-            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared are of one "
-            "number format. Set precision.matmul_dtype=compute."
+            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared "
+            "are of one number format. Set precision.matmul_dtype=compute."
         )
 
 
 def check_weight_stream(run: Run) -> None:
-    """Refuses a stream of an adapter where there is none, or where more is trained than a folder of peft holds."""
+    """Refuses a stream of an adapter where there is none, or where more is trained than a folder of peft
+    holds.
+    """
     if run.weight_stream is None or not run.weight_stream.only_adapter:
         return
     if run.adapter is None or run.adapter.train:
         trained = "adapter=None" if run.adapter is None else f"adapter.train={run.adapter.train!r}"
         raise UserError(
-            f"weight_stream.only_adapter=True sends A and B of an adapter and nothing else, but {trained}. Set "
-            "weight_stream.only_adapter=False, which sends the model."
+            f"weight_stream.only_adapter=True sends A and B of an adapter and nothing else, but {trained}. "
+            "Set weight_stream.only_adapter=False, which sends the model."
         )
 
 

@@ -43,12 +43,12 @@ def read_params(
     *,
     onto: MergeOnto = "trained",
 ) -> Params:
-    """Reads the parameters of the model of a checkpoint onto one device, in the dtypes of `dtype_of`; those of an
-    adapter are merged into its base.
+    """Reads the parameters of the model of a checkpoint onto one device, in the dtypes of `dtype_of`; those
+    of an adapter are merged into its base.
 
     Args:
-      onto: `trained` merges into the frozen weights as the steps computed with them; `base` into those of the base
-        in the dtypes of `dtype_of`, which differ from them where the run had its base in blocks.
+      onto: `trained` merges into the frozen weights as the steps computed with them; `base` into those of the
+        base in the dtypes of `dtype_of`, which differ from them where the run had its base in blocks.
 
     Raises:
       CheckpointError: the checkpoint is damaged.
@@ -88,7 +88,9 @@ def read_params(
 
 
 def read_trained(checkpoints: Checkpoints, step: int, run: Run) -> Params:
-    """Reads what a run with an adapter trains onto one device: A and B, and parameters that are trained whole."""
+    """Reads what a run with an adapter trains onto one device: A and B, and parameters that are trained
+    whole.
+    """
     return _read_saved(checkpoints, step, run)["params"]
 
 
@@ -115,8 +117,8 @@ def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params |
     """Reads the parameters of the base of a run's adapter; None if they are drawn from the seed.
 
     Args:
-      like: shapes, dtypes and shardings of all parameters of the model; matrices in blocks are made of those that
-        are read one parameter at a time, with no more than a layer of one on a device.
+      like: shapes, dtypes and shardings of all parameters of the model; matrices in blocks are made of those
+        that are read one parameter at a time, with no more than a layer of one on a device.
       order: as `Checkpoints.layer_order`.
 
     Raises:

@@ -382,8 +382,8 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """Returns the tokenizer called `name`: `bytes`, `bytes_chat` (bytes with marks of chats), or the path of a
-    `tokenizer.json` or of its folder.
+    """Returns the tokenizer called `name`: `bytes`, `bytes_chat` (bytes with marks of chats), or the path of
+    a `tokenizer.json` or of its folder.
 
     Raises:
       UserError: as of `HFTokenizer`, or `end_token` is set for bytes.

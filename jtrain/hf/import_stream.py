@@ -1,7 +1,7 @@
 """Weights of a model directory, written into a checkpoint one tensor at a time.
 
-A chunk of a parameter is filled from the tensors that hold it, checked, hashed and written; memory holds a few
-chunks of 64 MiB, and of a store one tensor for each thread.
+A chunk of a parameter is filled from the tensors that hold it, checked, hashed and written; memory holds a
+few chunks of 64 MiB, and of a store one tensor for each thread.
 """
 
 import concurrent.futures
@@ -81,8 +81,8 @@ def dtype_note(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
         return None
     odd_names = first_few([f"{tensor.name} ({tensor.dtype})" for tensor in odd_tensors], 3)
     return (
-        f"config.json says {config_dtype}, and {len(odd_tensors)} of {len(tensors)} tensors have another dtype: "
-        f"{odd_names}"
+        f"config.json says {config_dtype}, and {len(odd_tensors)} of {len(tensors)} tensors have another "
+        f"dtype: {odd_names}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Files of a model directory that an import keeps beside its weights; an export changes only what training did."""
+"""Files of a model directory that an import keeps beside its weights; an export changes only what training
+did.
+"""
 
 import dataclasses
 from collections.abc import Mapping

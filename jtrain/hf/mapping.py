@@ -1,5 +1,5 @@
-"""Mapping between Hugging Face tensors and jtrain parameters: two pure functions that apply a family's table of
-names.
+"""Mapping between Hugging Face tensors and jtrain parameters: two pure functions that apply a family's table
+of names.
 
 Hugging Face stores most linear layers as [outputs, inputs] with heads flattened, one tensor per layer. jtrain
 stores inputs first, with a separate head dimension, layers that repeat stacked, and heads in the half-split

@@ -63,7 +63,8 @@ def export(
 
     Args:
       step: None for the newest.
-      dtype: of the weights; None for that of the directory that the run began with, or of `precision.param_dtype`.
+      dtype: of the weights; None for that of the directory that the run began with, or of
+        `precision.param_dtype`.
       family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
         family that describes the model.
       only_adapter: writes A and B of its adapter as a folder of peft instead.
@@ -111,7 +112,8 @@ def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto, losses: dict[str, f
     print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
     for name, loss in losses.items():
         print(
-            f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per target"
+            f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per "
+            "target"
         )
     record = {"onto": onto, "base_dtype": adapter.base_dtype, "base": adapter.base, "scale": adapter.scale}
     record |= {"losses_nats": losses} if losses else {}
@@ -192,8 +194,8 @@ def import_directory(
     run = build_run(run_config)
     if run.adapter is not None:
         raise UserError(
-            f"--config={config} has adapter=LoRA(...), whose base is a workdir of its own. Import with the same config "
-            f"and `--set adapter=None`, and train with `--set adapter.base={workdir}`."
+            f"--config={config} has adapter=LoRA(...), whose base is a workdir of its own. Import with the "
+            f"same config and `--set adapter=None`, and train with `--set adapter.base={workdir}`."
         )
     if lines := model_differences(theirs, run.model):
         difference_lines = "".join(f"\n  {line}" for line in lines)
@@ -201,8 +203,8 @@ def import_directory(
             ["jtrain", "hf", "config", "--from", source, "--base", config, "--out", "model.py"]
         )
         raise UserError(
-            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set, or write a "
-            f"config that has its model: `{command}`, and give --config=model.py:{FUNCTION}."
+            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set, "
+            f"or write a config that has its model: `{command}`, and give --config=model.py:{FUNCTION}."
         )
     # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)

@@ -194,7 +194,8 @@ def generate_ids(
     end_ids: Collection[int] = (),
     context: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the tokens that follow a prompt in chunks, until one of `end_ids` (yielded last) or `max_tokens`.
+    """Yields the tokens that follow a prompt in chunks, until one of `end_ids` (yielded last) or
+    `max_tokens`.
 
     The tokens depend only on the parameters, the prompt, the sampler and the seed.
 

@@ -36,8 +36,8 @@ class TrainState:
     scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless
       precision.matmul_dtype=fp8_delayed.
     guard: history of losses and gradient norms (`jtrain.step.guard`), replicated.
-    base_hash: hash of the frozen parameters (`jtrain.model.adapters.base_hash`), uint32 [8], replicated; empty without
-      any.
+    base_hash: hash of the frozen parameters (`jtrain.model.adapters.base_hash`), uint32 [8], replicated;
+      empty without any.
     """
 
     step: Any

@@ -80,9 +80,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
-    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per sample;
-    without z-loss; with pairs their loss, and the metrics reward_margin and accuracy),
-    grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per
+    sample; without z-loss; with pairs their loss, and the metrics reward_margin and accuracy), grad_norm
+    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
     `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
     the loss before any sum, and the NaN and infinite elements of its shard of the new state.
 
@@ -254,8 +254,8 @@ def local_gradients(
     """Computes one device's part of a step, inside the shard_map.
 
     Args:
-      step: updates completed before this one; seeds the dropout of adapters, and the rounding of gradients summed in
-        bfloat16.
+      step: updates completed before this one; seeds the dropout of adapters, and the rounding of gradients
+        summed in bfloat16.
 
     Returns:
       Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both

@@ -104,10 +104,12 @@ class RunProgressBar(PlainProgress):
         )
 
         console = Console(file=cast(IO[str], stream))
-        # The default spinner is of braille, which only Unicode encodings have; rich itself replaces the bar alone.
+        # The default spinner is of braille, which only Unicode encodings have; rich itself replaces the bar
+        # alone.
         spinner = SpinnerColumn("dots" if _is_unicode(console.encoding) else "line")
         count, bar = (spinner, TextColumn("step"), MofNCompleteColumn()), BarColumn()
-        # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step anything.
+        # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step
+        # anything.
         self._bar = Progress(
             *(*count, bar, TextColumn("{task.description}"), TimeElapsedColumn()),
             console=console,

@@ -64,8 +64,9 @@ def _write_pairs(run: Run, objective: DPO, *, workdir: Path, out: Path, devices:
         steps = checkpoints.steps()
         if run.adapter is None and steps and 0 not in steps:
             raise UserError(
-                f"--workdir {workdir}: the reference is the model before the first step, and there is no checkpoint of "
-                f"step 0 any more; the first is of step {min(steps)}. Give the workdir that `jtrain hf import` wrote."
+                f"--workdir {workdir}: the reference is the model before the first step, and there is no "
+                f"checkpoint of step 0 any more; the first is of step {min(steps)}. Give the workdir that "
+                "`jtrain hf import` wrote."
             )
         # An adapter switched off is the model before the first step, whatever step the run is at.
         state, _ = RestartPoint(setup, checkpoints, data_may_change=True).state_at(0)

@@ -1,6 +1,7 @@
 """Conversations made from text that comes with every Python: questions about the names in its library.
 
-Each name is in one conversation alone, so a held-out conversation asks about a name that was never trained on.
+Each name is in one conversation alone, so a held-out conversation asks about a name that was never trained
+on.
 
     user       How is `read_all_lines` written?
     assistant  in snake case
@@ -66,8 +67,8 @@ def chat_about(name: str) -> dict[str, Any]:
 
 
 def pair_about(name: str) -> dict[str, Any]:
-    """Returns a record with fields `chosen` and `rejected`: one question about a name with its answer, and with one
-    that is wrong.
+    """Returns a record with fields `chosen` and `rejected`: one question about a name with its answer, and
+    with one that is wrong.
     """
     messages, drawn = chat_about(name)["messages"], random.Random(f"pair {name}")
     question, answer = messages[:2] if drawn.random() < 0.5 else messages[2:]

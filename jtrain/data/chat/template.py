@@ -34,7 +34,8 @@ class ChatTemplate:
     source: Jinja of chats.
     tool_source: Jinja of chats with tools, where the tokenizer has one of its own; otherwise empty.
     tokens: special tokens by name, such as `bos_token`, which templates write.
-    stops: tokens at which sampling stops; none of the built-in template, whose turns end where their text ends.
+    stops: tokens at which sampling stops; none of the built-in template, whose turns end where their text
+      ends.
     specials: special tokens of the tokenizer, which no message may spell.
     options: further variables as JSON, such as `enable_thinking`.
     origin: file or setting that has the template, for messages.
@@ -186,8 +187,8 @@ def load_template(
     """Returns the chat template of a source.
 
     Args:
-      template: `roles`, the path of a file of Jinja or of a folder with a tokenizer, or Jinja itself; None for
-        the tokenizer's own, or `roles` if it has none.
+      template: `roles`, the path of a file of Jinja or of a folder with a tokenizer, or Jinja itself; None
+        for the tokenizer's own, or `roles` if it has none.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
       field: config path of the source, for messages.
 

@@ -1,9 +1,9 @@
 """Turns of a chat in its text: what a model would sample, from the generation prompt to the stop token.
 
-Of a chat with messages m0 ... mn, turn i is found by three texts of the template: the prompt (m0 ... mi-1 with
-the generation prompt), the turn when it was sampled (m0 ... mi), and the whole chat. What is sampled is the
-second text behind the first one, through the first stop token. It is learned where the whole chat begins with
-the same characters; otherwise the template rewrites the turn once it is history, and the model would be
+Of a chat with messages m0 ... mn, turn i is found by three texts of the template: the prompt (m0 ... mi-1
+with the generation prompt), the turn when it was sampled (m0 ... mi), and the whole chat. What is sampled is
+the second text behind the first one, through the first stop token. It is learned where the whole chat begins
+with the same characters; otherwise the template rewrites the turn once it is history, and the model would be
 trained on what it never says.
 """
 
@@ -103,9 +103,9 @@ def render_chat(
                 return _split(template, messages, schemas, [n for n in borders if n in learned], text)
             before, after = _difference(turn.rewritten, text)
             raise ValueError(
-                f"holds a turn, message {turn.number}, that {template.origin} writes otherwise once it is history: "
-                f"{before!r} when it is sampled, {after!r} later. Set on_rewritten_turn='split' for one record a "
-                "turn, or train_on='last'"
+                f"holds a turn, message {turn.number}, that {template.origin} writes otherwise once it is "
+                f"history: {before!r} when it is sampled, {after!r} later. Set on_rewritten_turn='split' "
+                "for one record a turn, or train_on='last'"
             )
         if not mask_prompt and end < turn.start:
             spans.append((end, turn.start))
@@ -203,16 +203,16 @@ def _check_messages(messages: list[ChatMessage], template: ChatTemplate) -> None
         # A result of a tool follows a call or another result.
         if message.role == "tool" and not (before and (before.role == "tool" or before.tool_calls)):
             raise ValueError(
-                f"holds message {number} of role 'tool' after {before.role if before else 'nothing'!r}: a role "
-                "out of order, as it answers no call. Add the message with its tool_calls, or remove it"
+                f"holds message {number} of role 'tool' after {before.role if before else 'nothing'!r}: a "
+                "role out of order, as it answers no call. Add the message with its tool_calls, or remove it"
             )
         for key, text in _strings_of(message):
             for special in template.specials:
                 if special in text:
                     raise ValueError(
-                        f"spells {special!r} in {key!r} of message {number}, a special token of the tokenizer, "
-                        "which would begin or end a turn there. Remove it, or write reasoning into "
-                        "'reasoning_content'"
+                        f"spells {special!r} in {key!r} of message {number}, a special token of the "
+                        "tokenizer, which would begin or end a turn there. Remove it, or write reasoning "
+                        "into 'reasoning_content'"
                     )
 
 
@@ -283,9 +283,9 @@ def _sample(
     if not own.startswith(prompt):
         written, expected = _difference(own, prompt)
         raise ValueError(
-            f"holds a turn, message {number}, that cannot be sampled: {template.origin} writes {written!r} where "
-            f"its generation prompt has {expected!r}. Set template_options (enable_thinking, say) so that both "
-            "agree, or another chat_template"
+            f"holds a turn, message {number}, that cannot be sampled: {template.origin} writes {written!r} "
+            f"where its generation prompt has {expected!r}. Set template_options (enable_thinking, say) so "
+            "that both agree, or another chat_template"
         )
     start = len(prompt)
     # The stop token that comes first; of two that begin alike, the longer one.
@@ -301,9 +301,9 @@ def _sample(
     if not next_stop:
         known = ", ".join(map(repr, template.stops)) or "none"
         raise ValueError(
-            f"holds a turn, message {number}, that cannot stop: {template.origin} writes no stop token after it "
-            f"(known: {known}), but goes on with {text[len(own) :][:_EXCERPT]!r}. Name the token in stop_tokens, "
-            "or add it to the template"
+            f"holds a turn, message {number}, that cannot stop: {template.origin} writes no stop token "
+            f"after it (known: {known}), but goes on with {text[len(own) :][:_EXCERPT]!r}. Name the token "
+            "in stop_tokens, or add it to the template"
         )
     return start, own + next_stop, False
 
@@ -329,9 +329,9 @@ def _check_contents(
         for key, string in strings:
             if lost := [piece for piece in _pieces(string) if not _is_in(piece, said if is_turn else prompt)]:
                 raise ValueError(
-                    f"holds {key!r} in message {number} of role {message.role!r} that {template.origin} leaves "
-                    f"out: {lost[0][:_EXCERPT]!r} is not in its text. Set another chat_template, or write it "
-                    "into the content"
+                    f"holds {key!r} in message {number} of role {message.role!r} that {template.origin} "
+                    f"leaves out: {lost[0][:_EXCERPT]!r} is not in its text. Set another chat_template, or "
+                    "write it into the content"
                 )
     for tool in tools or []:
         name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None

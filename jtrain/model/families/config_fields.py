@@ -167,7 +167,9 @@ class Fields:
         return kinds
 
     def sparse_layers(self, num_layers: int, *, dense: int) -> tuple[bool, ...]:
-        """True for each layer with a mixture of experts, by `mlp_layer_types`; else all but the first `dense`."""
+        """True for each layer with a mixture of experts, by `mlp_layer_types`; else all but the first
+        `dense`.
+        """
         default = ["dense"] * dense + ["sparse"] * (num_layers - dense)
         return tuple(
             kind == "sparse" for kind in self.layer_types(num_layers, default, key="mlp_layer_types")
@@ -234,8 +236,8 @@ class Fields:
         # What is left was not read; zeros and empty lists say nothing.
         if left := {key: value for key, value in values.items() if key not in _READ_WITH and value}:
             raise UserError(
-                f"config.json: {source} of type {rope_type} has {left}, which is not supported. Delete it from "
-                "config.json if it changes nothing."
+                f"config.json: {source} of type {rope_type} has {left}, which is not supported. Delete it "
+                "from config.json if it changes nothing."
             )
         return scaling
 

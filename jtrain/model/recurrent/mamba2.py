@@ -61,8 +61,8 @@ class Mamba2Spec(MixerSpec):
         for field in ("num_groups", "norm_groups"):
             if self.num_heads % (groups := getattr(self, field)):
                 raise UserError(
-                    f"Mamba2Spec.num_heads={self.num_heads} is not a multiple of {field}={groups}: groups are "
-                    "of whole heads, and of as many each. Set one of them."
+                    f"Mamba2Spec.num_heads={self.num_heads} is not a multiple of {field}={groups}: groups "
+                    "are of whole heads, and of as many each. Set one of them."
                 )
 
     def module(self, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> "Mamba2":

@@ -217,7 +217,7 @@ class StepDescription:
 
     @property
     def saved(self) -> tuple[SavedArray, ...]:
-        """Arrays of one layer, or one repetition of a pattern, and microbatch that wait for its backward pass."""
+        """Arrays of one layer, or a repetition of a pattern, and microbatch that wait for the backward pass."""
         return self._saved[1]["layers"]
 
     def saved_bytes(self, path: str) -> int:
