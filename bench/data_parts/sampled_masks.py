@@ -106,12 +106,12 @@ class SampledMasks:
                 continue
             prompt = self._ids(self._template.render(read[:number], tools, prompts=ASSISTANT)[0])
             script = self._ids(self._template.render(read[: number + 1], tools)[0])[len(prompt) :]
-            said = []
+            answer = []
             for token in script:
-                said.append(token)
+                answer.append(token)
                 if token in self._stop_ids:
                     break
-            turns.append((prompt, said))
+            turns.append((prompt, answer))
         return turns
 
     def _learned(self, text: MaskedText) -> list[SampledTurn]:

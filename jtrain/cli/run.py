@@ -176,12 +176,12 @@ class Command:
             return [*words]
         # The same text may be the value of an option too: without the subject no word is left over. The last
         # such word, as the first one may be that value.
-        places = [
-            place
-            for place, word in enumerate(words)
-            if word == subjects[0] and has_no_subject([*words[:place], *words[place + 1 :]])
+        positions = [
+            position
+            for position, word in enumerate(words)
+            if word == subjects[0] and has_no_subject([*words[:position], *words[position + 1 :]])
         ]
-        return [*words[: places[-1]], option, *words[places[-1] :]] if places else [*words]
+        return [*words[: positions[-1]], option, *words[positions[-1] :]] if positions else [*words]
 
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""

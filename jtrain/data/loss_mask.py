@@ -294,8 +294,8 @@ def weigh_targets(
     for position, piece_runs in zip(first_position.tolist(), runs, strict=True):
         for start, end, millionths in piece_runs.tolist():
             # Token i is the target at i - 1. A piece's first token is nobody's target.
-            places = slice(position + max(start, 1) - 1, position + end - 1)
+            targets = slice(position + max(start, 1) - 1, position + end - 1)
             if millionths == 0:
-                target[places] = IGNORE
+                target[targets] = IGNORE
             if weight is not None:
-                weight[places] = millionths / UNIT
+                weight[targets] = millionths / UNIT

@@ -271,8 +271,8 @@ class HFTokenizer:
             part = self._rust.encode(text[start:end], add_special_tokens=False)
             first, inner = sum(map(len, ids)), np.asarray(part.offsets, np.int64).reshape(-1, 2)[:, 0]
             # A border at the end of this part is the first of the next one, or of the text's end.
-            within = [b for b in borders if start <= b < end or b == end == len(text)]
-            positions += [first + int((inner < border - start).sum()) for border in within]
+            inner_borders = [b for b in borders if start <= b < end or b == end == len(text)]
+            positions += [first + int((inner < border - start).sum()) for border in inner_borders]
             ids.append(np.asarray(part.ids, np.int32))
         return np.concatenate(ids), positions
 

@@ -176,10 +176,10 @@ def _files(source: Path | str) -> dict[str, StoredFile]:
     """The files of a directory by name."""
     if is_remote(source):
         try:
-            found = find_files(f"{source}".rstrip("/"), field="--from")
+            files = find_files(f"{source}".rstrip("/"), field="--from")
         except FileError as error:
             raise _with_hub_advice(source, error) from error
-        return {file.name: file for file in found if "/" not in file.name}
+        return {file.name: file for file in files if "/" not in file.name}
     folder = Path(source)
     paths = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return {path.name: _stored(path) for path in paths}

@@ -114,10 +114,10 @@ def adapter_tensors(
         for depth, (parameter, parts) in enumerate(reversed(parameters.items())):
             prefix = f"{PREFIX}{module}{'.base_layer' * depth}"
             shares = 1 if shares_a else len(parts)
-            for place, letter in enumerate("AB"):
+            for side, letter in enumerate("AB"):
                 stack = [
                     _of_stack(
-                        part, pairs[part.info.path], place, adapter.rank, shares, inputs_first=is_transposed
+                        part, pairs[part.info.path], side, adapter.rank, shares, inputs_first=is_transposed
                     )
                     for part in parts
                 ]
@@ -141,8 +141,8 @@ def _of_module(
     # Theirs are [outputs, inputs].
     for letter, info, dims in zip("AB", pair, (f"R {groups[1]}", f"{groups[0]} R"), strict=True):
         tensor = dataclasses.replace(part.tensor, dims=dims)
-        own = Part(info, part.index, tensor, {**part.sizes, "R": rank}, part.rotated)
-        tensors[f"{PREFIX}{module}.lora_{letter}{SUFFIX}"] = AdapterTensor(module, False, rank, [own])
+        pair_part = Part(info, part.index, tensor, {**part.sizes, "R": rank}, part.rotated)
+        tensors[f"{PREFIX}{module}.lora_{letter}{SUFFIX}"] = AdapterTensor(module, False, rank, [pair_part])
     return tensors
 
 
@@ -191,7 +191,7 @@ def target_names(
 ) -> dict[str, Any]:
     """Fields of adapter_config.json that say which modules and parameters have an adapter."""
     modules = {tensor.target for tensor in tensors.values() if not tensor.is_parameter}
-    others = {
+    base_words = {
         name.removesuffix(SUFFIX).rpartition(".")[2]
         for name in tensors_of(model, family)
         if name.removesuffix(SUFFIX) not in modules
@@ -200,7 +200,7 @@ def target_names(
     words = {name: name.rpartition(".")[2] for name in modules}
     parameters = {below_layer(tensor.target) for tensor in tensors.values() if tensor.is_parameter}
     return {
-        "target_modules": sorted({name if word in others else word for name, word in words.items()}),
+        "target_modules": sorted({name if word in base_words else word for name, word in words.items()}),
         "target_parameters": sorted(parameters) or None,
     }
 
@@ -208,5 +208,5 @@ def target_names(
 def below_layer(name: str) -> str:
     """The name of a parameter below its layer's number, which is the same for all layers."""
     words = name.split(".")
-    number = max((place for place, word in enumerate(words) if word.isdigit()), default=-1)
+    number = max((position for position, word in enumerate(words) if word.isdigit()), default=-1)
     return ".".join(words[number + 1 :])

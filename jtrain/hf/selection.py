@@ -106,8 +106,8 @@ def _part(config: Mapping[str, Any], part: str | None) -> dict[str, Any]:
         return dict(config)
     parts = [key for key, value in config.items() if key == TEXT and isinstance(value, Mapping)]
     if part not in parts:
-        there = f"Only {TEXT} can be read." if parts else "Leave --part out: this config has no parts."
-        raise UserError(f"--part {part}: no such part of config.json. {there}")
+        way_out = f"Only {TEXT} can be read." if parts else "Leave --part out: this config has no parts."
+        raise UserError(f"--part {part}: no such part of config.json. {way_out}")
     chosen = dict(config[part])
     for key in ("tie_word_embeddings", "quantization_config"):
         # Where both are given, the head of the whole model is tied as the whole config says.
@@ -138,11 +138,12 @@ def _unknown(config: dict[str, Any]) -> UserError:
         key=lambda trial: (bool(trial.error), len(trial.unread), order.index(trial.family.model_type))
     )
     if fitting := [trial.family.model_type for trial in trials if trial.fits]:
-        others = f" (then {first_few(fitting[1:], 4)})" if fitting[1:] else ""
+        runners_up = f" (then {first_few(fitting[1:], 4)})" if fitting[1:] else ""
         return UserError(
             f"config.json: no family of model_type={model_type!r}. All its fields are known, and "
-            f"{fitting[0]} is nearest{others}: `--as {fitting[0]}` reads it so. A layer that has no field "
-            "shows only in the names of the weights, which an import compares, and in `jtrain hf prove`."
+            f"{fitting[0]} is nearest{runners_up}: `--as {fitting[0]}` reads it so. A layer that has no "
+            "field shows only in the names of the weights, which an import compares, and in `jtrain hf "
+            "prove`."
         )
     nearest = trials[0]
     return UserError(

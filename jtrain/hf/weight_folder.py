@@ -44,11 +44,11 @@ def check_owner(folder: Path, workdir: Path) -> None:
             f"({error.strerror}). Set weight_stream.to=weights, a folder in the workdir."
         ) from error
     if name != _owner_name(folder, workdir):
-        other = name if "://" in name else (folder / name).resolve()
+        other_workdir = name if "://" in name else (folder / name).resolve()
         raise UserError(
-            f"weight_stream.to={folder} holds the weights of another run, --workdir {other}, and each run "
-            "removes all but its newest. Set weight_stream.to=weights, a folder in the workdir. Delete "
-            f"{owner} where that run is this one and was moved."
+            f"weight_stream.to={folder} holds the weights of another run, --workdir {other_workdir}, and "
+            "each run removes all but its newest. Set weight_stream.to=weights, a folder in the workdir. "
+            f"Delete {owner} where that run is this one and was moved."
         )
 
 

@@ -87,8 +87,8 @@ def export(
                     names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
                     print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
                     return
-                beside = FilesBeside.of(run, workdir_path(workdir), dtype=dtype, family=family)
-                dtype = beside.dtype
+                other_files = FilesBeside.of(run, workdir_path(workdir), dtype=dtype, family=family)
+                dtype = other_files.dtype
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
                 params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype), onto=onto)
                 losses = merge_losses(checkpoints, newest, run, dtype) if with_losses and run.adapter else {}
@@ -97,7 +97,7 @@ def export(
                 # A run that goes on deletes its older checkpoints: then there is a newer one.
                 if step is not None or checkpoints.latest_step() == newest:
                     raise
-    files = beside.write_with(jax.tree.map(np.asarray, params), out)  # no copy on a CPU
+    files = other_files.write_with(jax.tree.map(np.asarray, params), out)  # no copy on a CPU
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
     if run.adapter is not None:
@@ -107,9 +107,12 @@ def export(
 def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto, losses: dict[str, float]) -> None:
     """Says, on the terminal and in merge.json, what an adapter was merged into."""
     in_blocks = adapter.base_dtype in CODES_PER_BYTE
-    before = f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these weights"
+    unrounded_base = (
+        f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these "
+        "weights"
+    )
     trained_base = f"the base in {adapter.base_dtype} blocks, dequantised" if in_blocks else "the frozen base"
-    print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
+    print(f"  merged onto {unrounded_base if in_blocks and onto == 'base' else trained_base}")
     for name, loss in losses.items():
         print(
             f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per "
@@ -212,8 +215,8 @@ def import_directory(
     config_text = tree.flat(run_config)
     with open_tensors(source) as tensors:
         if part is not None:
-            tensors, others = text_tensors(tensors)
-            print(f"{source}: {others} tensors are of other parts than {part}, and left out")
+            tensors, num_left_out = text_tensors(tensors)
+            print(f"{source}: {num_left_out} tensors are of other parts than {part}, and left out")
         if note := dtype_note(tensors, their_config):
             print(f"{source}: {note}; all become {run.precision.param_dtype}")
         identity = "\0".join([source, config_text, repr(sorted(map(repr, tensors.items())))])

@@ -91,11 +91,11 @@ class LayoutSpec:
                 "layout.remat=full, or layout.mlp_chunk=None."
             )
         if self.sequence_groups > 1 or self.tensor_overlap:
-            other = "tensor_overlap=False" if self.tensor_overlap else "sequence_groups=1"
-            name = other.partition("=")[0]
+            way_out = "tensor_overlap=False" if self.tensor_overlap else "sequence_groups=1"
+            name = way_out.partition("=")[0]
             raise UserError(
                 f"{field} with layout.{name}={getattr(self, name)}: a layer in chunks does not hide its "
-                f"collectives over `tensor`. Set layout.{other}, or layout.mlp_chunk=None."
+                f"collectives over `tensor`. Set layout.{way_out}, or layout.mlp_chunk=None."
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
@@ -110,8 +110,8 @@ def split_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     computes at least one sequence at a time, however long. A batch that does not split is left to
     `check_batch`, which refuses it.
     """
-    rows, rest = divmod(global_batch, mesh.batch_shards * spec.microbatches)
-    if spec.microbatch_tokens is None or rest:
+    rows, remainder = divmod(global_batch, mesh.batch_shards * spec.microbatches)
+    if spec.microbatch_tokens is None or remainder:
         return spec
     # Between layers a device holds its part of the positions only.
     positions = seq_len // (mesh.context * mesh.tensor)

@@ -184,8 +184,8 @@ def in_chunks(
         return mlp(x_BLD, tensor)
     definition, weights = nnx.split(mlp)
     batch, length, width = x_BLD.shape
-    num_chunks, rest = divmod(length, chunk)
-    looped_BLD, last_BLD = jnp.split(x_BLD, [length - rest], axis=1)
+    num_chunks, remainder = divmod(length, chunk)
+    looped_BLD, last_BLD = jnp.split(x_BLD, [length - remainder], axis=1)
     # What the loop sums up are gradients of these, in float32: each chunk's is rounded, as a microbatch's,
     # not the sum.
     total = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
@@ -198,7 +198,7 @@ def in_chunks(
     x_ZBcD = jnp.moveaxis(looped_BLD.reshape(batch, num_chunks, chunk, width), 1, 0)
     y_ZBcD = jax.lax.map(one_chunk, x_ZBcD)
     y_BLD = jnp.moveaxis(y_ZBcD, 0, 1).reshape(looped_BLD.shape)
-    return jnp.concatenate([y_BLD, one_chunk(last_BLD)], axis=1) if rest else y_BLD
+    return jnp.concatenate([y_BLD, one_chunk(last_BLD)], axis=1) if remainder else y_BLD
 
 
 @jax.custom_vjp

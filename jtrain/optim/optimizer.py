@@ -321,8 +321,8 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
         precision = layout.precision
         if p.info.init == "load" and (precision.param_dtype, precision.grad_accum_dtype) != ("float32",) * 2:
             raise UserError(
-                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype} "
-                f"and precision.grad_accum_dtype={precision.grad_accum_dtype}: a step of a bias, and a count of "
+                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype}, "
+                f"precision.grad_accum_dtype={precision.grad_accum_dtype}: a step of a bias, and a count of "
                 "tokens, need float32. Set both to float32, or bias_update_rate=0."
             )
         blocking = blocks(spec, p.info)

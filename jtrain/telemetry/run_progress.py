@@ -177,8 +177,8 @@ class RunProgressBar(PlainProgress):
     def evaluation(self, step: int, name: str, text: str) -> None:
         # Its own step: rows of train steps come at other steps than evaluations do.
         step_text = f"{step}/{self.num_steps}"
-        loss, _, rest = text.removeprefix("loss ").partition(" ")
-        self._print(f"{step_text:>{self._step_width}} {loss:>9} {rest}  {name}", "cyan")
+        loss, _, tail = text.removeprefix("loss ").partition(" ")
+        self._print(f"{step_text:>{self._step_width}} {loss:>9} {tail}  {name}", "cyan")
 
     def end(
         self,

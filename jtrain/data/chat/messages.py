@@ -145,9 +145,9 @@ def _message(number: int, message: Any) -> ChatMessage:
                 f"holds {reprlib.repr(role)} as 'from' of message {number}; known are {', '.join(_ROLE_OF)}"
             )
         role = _ROLE_OF[role]
-    others = tuple((key, message[key]) for key in _PASSED_ON if message.get(key) is not None)
+    passed_keys = tuple((key, message[key]) for key in _PASSED_ON if message.get(key) is not None)
     learned, weight = _stated(number, message, role)
-    return ChatMessage(role, content, reasoning, calls, others, learned, weight)
+    return ChatMessage(role, content, reasoning, calls, passed_keys, learned, weight)
 
 
 def _calls_of(number: int, message: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -59,10 +59,10 @@ def chat_about(name: str) -> dict[str, Any]:
         )
     )
     turns = ((f"How is `{name}` written?", style_of(name)), (second, answer))
-    said = [text for turn in turns for text in turn]
+    texts = [text for turn in turns for text in turn]
     roles = ("user", "assistant") * len(turns)
     return {
-        "messages": [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        "messages": [{"role": role, "content": content} for role, content in zip(roles, texts, strict=True)]
     }
 
 
@@ -78,7 +78,7 @@ def pair_about(name: str) -> dict[str, Any]:
         # The second question does not name what it is about.
         question = f"{question['content'].removesuffix('?')} in `{name}`?"
         answers = ("yes", "no") if answer["content"] in ("yes", "no") else _NUMBERS
-    wrong = drawn.choice([other for other in answers if other != answer["content"]])
+    wrong = drawn.choice([candidate for candidate in answers if candidate != answer["content"]])
     prompt = {"role": "user", "content": question}
     return {
         "chosen": [prompt, answer],

@@ -168,11 +168,11 @@ class ChatRule:
 
     def __str__(self) -> str:
         """Text that changes whenever a chat could read otherwise; empty for the default."""
-        shown: dict[str, Any] = {"template": self.template.identity, "tools": self.tools_field}
-        shown["train_on"] = "" if self.train_on == "all" else self.train_on
-        shown["on_rewritten_turn"] = "" if self.on_rewritten_turn == "refuse" else self.on_rewritten_turn
-        shown["message_weights"] = self.message_weights
-        return "".join(f", {name}={value}" for name, value in shown.items() if value)
+        settings: dict[str, Any] = {"template": self.template.identity, "tools": self.tools_field}
+        settings["train_on"] = "" if self.train_on == "all" else self.train_on
+        settings["on_rewritten_turn"] = "" if self.on_rewritten_turn == "refuse" else self.on_rewritten_turn
+        settings["message_weights"] = self.message_weights
+        return "".join(f", {name}={value}" for name, value in settings.items() if value)
 
 
 def load_template(
@@ -201,9 +201,9 @@ def load_template(
     if template == BUILT_IN:
         return ChatTemplate()
     if template is None:
-        if folder is None or not (found := _template_in(folder)):
+        if folder is None or not (sources_and_origin := _template_in(folder)):
             return ChatTemplate()
-        sources, origin = found
+        sources, origin = sources_and_origin
     elif "{{" in template or "{%" in template:
         sources, origin = {"default": template}, f"{field}.chat_template"
     else:
@@ -214,12 +214,12 @@ def load_template(
                 f"tokenizer's folder, to {BUILT_IN!r}, or to the template itself."
             )
         if path.is_dir() or path.suffix == ".json":
-            if not (found := _template_in(path if path.is_dir() else path.parent)):
+            if not (sources_and_origin := _template_in(path if path.is_dir() else path.parent)):
                 raise UserError(
                     f"{setting}: there is no chat_template.jinja, and no chat_template in a "
                     f"tokenizer_config.json. Set it to a file of Jinja, or to {BUILT_IN!r}."
                 )
-            sources, origin = found
+            sources, origin = sources_and_origin
         else:
             sources, origin = {"default": path.read_text("utf-8")}, str(path)
     from jtrain.data.chat.environment import check_syntax  # lazy: only chats need jinja2

@@ -225,11 +225,11 @@ class Source:
         # Refused, since a setting without effect hides a typing error in another one.
         # A factory makes the default of template_options, so its field has none.
         unset = {field.name: field.default for field in dataclasses.fields(self)} | {"template_options": {}}
-        given = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
-        if given and self.messages_field is None and self.prompt_field is None:
+        set_names = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
+        if set_names and self.messages_field is None and self.prompt_field is None:
             raise UserError(
-                f"{field}.{given[0]}={getattr(self, given[0])!r} is for chats. Set {field}.messages_field, "
-                "or remove it."
+                f"{field}.{set_names[0]}={getattr(self, set_names[0])!r} is for chats. Set "
+                f"{field}.messages_field, or remove it."
             )
         if self.tools_field and self.messages_field is None:
             raise UserError(
@@ -242,7 +242,7 @@ class Source:
                 "message_weights=True. Remove one of the two."
             )
         for setting in choices:
-            if not self.mask_prompt and setting in given:
+            if not self.mask_prompt and setting in set_names:
                 raise UserError(
                     f"{field}: mask_prompt=False learns every message, but "
                     f"{setting}={getattr(self, setting)!r}. Remove one of the two."

@@ -116,8 +116,8 @@ class Fields:
           UserError: a field has another value.
         """
         for key, value in supported.items():
-            if (given := self.get(key, value)) != value:
-                raise UserError(f"config.json: {key}={given!r} is not supported, only {value!r}.")
+            if (field_value := self.get(key, value)) != value:
+                raise UserError(f"config.json: {key}={field_value!r} is not supported, only {value!r}.")
 
     def ignore(self, *keys: str) -> None:
         """Counts fields as read that change nothing in this family."""
@@ -144,11 +144,11 @@ class Fields:
           UserError: there are such fields.
         """
         if unread := self.unread:
-            listed = ", ".join(named(unread))
+            field_names = ", ".join(named(unread))
             raise UserError(
-                f"config.json: {listed}: model_type={self._config.get('model_type')!r} is not known to have "
-                "such a field, which may change what the model computes. Delete it from config.json if it "
-                "does not."
+                f"config.json: {field_names}: model_type={self._config.get('model_type')!r} is not known to "
+                "have such a field, which may change what the model computes. Delete it from config.json if "
+                "it does not."
             )
 
     def layer_types(

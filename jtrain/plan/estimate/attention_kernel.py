@@ -75,9 +75,9 @@ def _workspace(job: Job, call: AttentionCalls) -> int:
     if job.platform == "tpu":
         # One chunk of queries and one of keys at a time, and one float32 array of scores. The gradient of
         # the output is in chunks, that of the queries in float32.
-        seen = chunk if length % chunk == 0 else length
+        keys_at_once = chunk if length % chunk == 0 else length
         in_chunks = queries * (compute + _F32) if length > chunk else 0
-        return rows * heads * chunk * seen * (_F32 + 2 * compute) + in_chunks
+        return rows * heads * chunk * keys_at_once * (_F32 + 2 * compute) + in_chunks
     num_chunks = -(-length // chunk)
     rows = 1 if job.platform == "cpu" else rows
     masks = rows * length * (length + chunk) // 2 * _F32

@@ -101,5 +101,5 @@ class PairStep:
 
 def without_adapters(layout: Layout) -> Layout:
     """The layout of the frozen model of one with an adapter."""
-    own = tuple(p for p in layout.params if not p.info.is_adapter)
-    return dataclasses.replace(layout, params=own, adapter_scale=None, adapter_dropout=None)
+    params = tuple(p for p in layout.params if not p.info.is_adapter)
+    return dataclasses.replace(layout, params=params, adapter_scale=None, adapter_dropout=None)
