@@ -19,7 +19,8 @@ from jtrain.hf.peft_tensors import AdapterTensor, adapter_tensors
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
 from jtrain.model.forward_placement import single_device
-from jtrain.model.param import at_path, init_params, merge_trees
+from jtrain.model.param import at_path, merge_trees
+from tests.weights import draw_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "peft"
 FAMILIES = Path(__file__).parents[1] / "families" / "configs.json"
@@ -152,7 +153,7 @@ def test_experts_of_one_tensor_are_written_with_an_a_for_gate_and_one_for_up(tmp
     model = model_from_config(json.loads(FAMILIES.read_text())["gpt_oss"])
     lora = LoRA(rank=2, alpha=4.0, targets=("mlp.*",), rslora=True)
     infos = tuple(dataclasses.replace(i, std=0.3) for i in lora.infos(model.param_infos()) if i.is_adapter)
-    params = init_params(infos, seed=0, dtype="float32")
+    params = draw_weights(infos, noise=0.0)
     write_adapter(tmp_path / "out", params, model, lora, dtype="float32")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]

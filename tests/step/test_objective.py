@@ -174,7 +174,7 @@ def nats_by_hand(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     params = init_state(lay, optimizer, mesh, seed=0).params
     weight_BL = np.ones(batch.target_BL.shape) if batch.weight_BL is None else batch.weight_BL
     batch = jax.tree.map(jnp.asarray, batch)
-    logits_BLV = np.asarray(model.logits(params, batch), np.float64)
+    logits_BLV = np.asarray(jax.jit(model.logits)(params, batch), np.float64)
     log_p = logits_BLV - np.log(np.exp(logits_BLV).sum(-1, keepdims=True))
     nats, weights = [], []
     for row, target in enumerate(np.asarray(batch.target_BL)):
