@@ -28,11 +28,12 @@ from jtrain.model.kv_cache_decode import (
     extend,
     generate_ids,
 )
-from jtrain.model.param import init_params, map_params
+from jtrain.model.param import map_params
 from jtrain.model.rope import Llama3Scaling, QueryTemperature, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.train.sampling import load, stream
 from tests.compilations import count_programs
+from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
@@ -44,8 +45,7 @@ GREEDY = TokenSampler(temperature=0.0)
 @functools.cache
 def sharp_params(model: Transformer, *, seed: int = 0) -> dict[str, Any]:
     """Random weights three times as large as usual, so that each token depends on all tokens before it."""
-    params = jax.jit(lambda: init_params(model.param_infos(), seed=seed, dtype="float32"))()
-    return jax.tree.map(lambda x: 3 * x, params)
+    return jax.tree.map(lambda x: 3 * x, draw_weights(model.param_infos(), seed=seed, noise=0.0))
 
 
 def prompt_of(length: int) -> np.ndarray:
