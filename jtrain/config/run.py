@@ -249,26 +249,30 @@ def validate(run: Run) -> None:
 
 
 def check_distillation(run: Run) -> None:
-    """Refuses a teacher that cannot be found for what a row holds, or that has more to say than there are tokens."""
+    """Refuses a teacher that cannot be found for what a row holds, or that has more to say than there are
+    tokens.
+    """
     objective = run.objective
     if not isinstance(objective, Distillation):
         return
     if objective.top_k > run.model.vocab_size:
         raise UserError(
-            f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set objective.top_k "
-            f"to at most {run.model.vocab_size}."
+            f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set "
+            f"objective.top_k to at most {run.model.vocab_size}."
         )
     parameters = inspect.signature(run.model.cross_entropy).parameters
     if "soft" not in parameters and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         raise UserError(
-            f"objective=Distillation(...) gives {type(run.model).__name__}.cross_entropy what a teacher says as `soft`,"
-            " and it has no such argument. Add it (docs/own_parts.md), or leave objective as it is."
+            f"objective=Distillation(...) gives {type(run.model).__name__}.cross_entropy what a teacher "
+            "says as `soft`, and it has no such argument. Add it (docs/own_parts.md), or leave objective as "
+            "it is."
         )
     has_samples = any(source.mask is not None for source in run.data.named_sources.values())
     if run.data.packing_of(has_samples=has_samples) == "concat":
         raise UserError(
-            "objective=Distillation(...) finds what the teacher said by the tokens of a whole sample or piece of text, "
-            "and data.packing='concat' cuts them at row ends, elsewhere in each epoch. Set data.packing=best_fit."
+            "objective=Distillation(...) finds what the teacher said by the tokens of a whole sample or "
+            "piece of text, and data.packing='concat' cuts them at row ends, elsewhere in each epoch. Set "
+            "data.packing=best_fit."
         )
 
 

@@ -45,8 +45,8 @@ class Batch:
     `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a
     whole text at its first token.
 
-    `soft` is what a teacher says of the token after each one (`SoftTargets`, [B, L, J] and [B, L, J + 1]), of which a
-    share of the loss is the divergence (`Distillation`).
+    `soft` is what a teacher says of the token after each one (`SoftTargets`, [B, L, J] and [B, L, J + 1]), of
+    which a share of the loss is the divergence (`Distillation`).
 
     `dropout_BL`, uint32, are random bits of each token for the dropout of adapters; a train step sets them.
     """

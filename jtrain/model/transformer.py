@@ -380,7 +380,8 @@ class Transformer(nnx.Module):
     def top_k_of(
         self, params: Params, x_BLD: Float[Array, "B _ D"], k: int, placement: Placement
     ) -> ops.SoftTargets:
-        """What the model says of the token after each of this device's: its `k` most probable tokens, and the rest.
+        """What the model says of the token after each of this device's: its `k` most probable tokens, and the
+        rest.
 
         Args:
           x_BLD: what `normed` returns.

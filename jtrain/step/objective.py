@@ -97,13 +97,14 @@ class DPO:
 class Distillation:
     """Divergence of the model from a teacher, whose log-probabilities were stored beforehand.
 
-    For each target it is that of `top_k` + 1 outcomes: the tokens that the teacher finds most probable, and all
-    others together (`SoftTargets`). A model that equals its teacher has a loss of 0 and no gradient, whatever
-    `top_k` is. Evaluation is of the cross entropy alone.
+    For each target it is that of `top_k` + 1 outcomes: the tokens that the teacher finds most probable, and
+    all others together (`SoftTargets`). A model that equals its teacher has a loss of 0 and no gradient,
+    whatever `top_k` is. Evaluation is of the cross entropy alone.
 
     stored: folder that `jtrain data reference` wrote; None only for that command.
     top_k: tokens of the teacher; a folder with more serves runs with fewer.
-    share: part of the loss that is the divergence; the rest is the cross entropy of the data, as of `ObjectiveSpec`.
+    share: part of the loss that is the divergence; the rest is the cross entropy of the data, as of
+      `ObjectiveSpec`.
     mean: as of `ObjectiveSpec`.
     """
 
@@ -117,8 +118,8 @@ class Distillation:
             raise UserError(f"objective.top_k={self.top_k} must be at least 1.")
         if not 0 < self.share <= 1:
             raise UserError(
-                f"objective.share={self.share} must be above 0 and at most 1; 1 learns from the teacher alone. Set "
-                "objective.share=1.0."
+                f"objective.share={self.share} must be above 0 and at most 1; 1 learns from the teacher "
+                "alone. Set objective.share=1.0."
             )
 
 

@@ -187,8 +187,9 @@ def make_train_step(
 def make_eval_step(
     model: Transformer, layout: Layout, mesh: Mesh, *, top_k: int | None = None
 ) -> Callable[[Params, Batch], Any]:
-    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target; with
-    `top_k` what the model says of the token after each (`SoftTargets`, [B, L, top_k] and one more outcome).
+    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target;
+    with `top_k` what the model says of the token after each (`SoftTargets`, [B, L, top_k] and one more
+    outcome).
 
     Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as
     many sequences at a time as in training, so evaluation needs no more memory.

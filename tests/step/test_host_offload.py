@@ -72,7 +72,8 @@ def _setting(
     del slice_elements  # a step is traced with it
     mesh_spec = MeshSpec(**dict(axes))
     mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
-    model = Transformer(**SIZES, **({} if pattern is None else dict(pattern=pattern)))
+    sizes: dict[str, Any] = SIZES if pattern is None else SIZES | dict(pattern=pattern)
+    model = Transformer(**sizes)
     infos = model.param_infos()
     spec: dict[str, Any] = {"compute_dtype": "float32"} | fields
     lay = layout_from(spec, mesh_spec, infos)
