@@ -121,26 +121,23 @@ def assert_same_step(layout: str, mean: str, **options: bool) -> None:
         assert np.linalg.norm(expected) > 1e-4 * total, path
 
 
-def on_layouts(quick_mean: str) -> pytest.MarkDecorator:
-    """Every layout with both means; quick with all axes and one mean, which has a program of its own."""
+def on_layouts(*quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Every layout with both means, of which all but `quick` are slow: each has a program of its own."""
     cases = [(layout, mean) for layout in LAYOUTS for mean in ("tokens", "per_sample")]
     return pytest.mark.parametrize(
         ("layout", "mean"),
-        [
-            case if case == ("all", quick_mean) else pytest.param(*case, marks=pytest.mark.slow)
-            for case in cases
-        ],
+        [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases],
     )
 
 
-@on_layouts("tokens")
+@on_layouts(("packed", "tokens"))
 def test_packed_answers_have_the_loss_and_gradients_of_answers_one_by_one(layout: str, mean: str) -> None:
     """In float32 to 1e-6, wherever the documents of a row end up; the two means differ."""
     assert_same_step(layout, mean)
     assert abs(first_step("alone", "tokens")[0] - first_step("alone", "per_sample")[0]) > 1e-3
 
 
-@on_layouts("per_sample")
+@on_layouts(("all", "tokens"), ("all", "per_sample"))
 def test_weights_of_messages_are_the_same_loss_on_every_layout(layout: str, mean: str) -> None:
     """In float32 to 1e-6, as without weights."""
     assert_same_step(layout, mean, weighted=True)
