@@ -3,9 +3,9 @@
     pip download trl==1.16.0 --no-deps -d T && python -m jtrain.bench chat_masks --trl T/trl-1.16.0-*.whl
 
 200 conversations (two turns; a system message; reasoning; tools and a call), each template with a small
-tokenizer of its special tokens. Every conversation must be learned exactly as it is sampled, or refused with the
-reason. The rows of the blocks `{% generation %}`, by which TRL's training templates say what is trained, count
-turns whose block is not what is sampled. The templates are TRL's and not in this repository.
+tokenizer of its special tokens. Every conversation must be learned exactly as it is sampled, or refused with
+the reason. The rows of the blocks `{% generation %}`, by which TRL's training templates say what is trained,
+count turns whose block is not what is sampled. The templates are TRL's and not in this repository.
 """
 
 import tempfile
@@ -68,9 +68,9 @@ def run(args: Options) -> list[Row]:
                         totals[f"{rule}: {verdict}"] += counts[kind, verdict]
                         if counts[kind, verdict]:
                             reason = _in_short(masks.reasons.get(kind, "")) if verdict == "refused" else ""
-                            what = f"{name}, {rule}, {kind}: {verdict}{reason}"
+                            label = f"{name}, {rule}, {kind}: {verdict}{reason}"
                             bar = "<= 0" if verdict == "different" else None
-                            rows.append(row(what, counts[kind, verdict], f"of {total}", bar=bar))
+                            rows.append(row(label, counts[kind, verdict], f"of {total}", bar=bar))
                 if rule == "split":
                     continue
                 blocks = masks.template_blocks(chats)
@@ -85,8 +85,8 @@ def run(args: Options) -> list[Row]:
                         )
     totals.setdefault("refuse: different", 0)
     ends = [
-        row(f"all, {what}", count, "conversations", bar="<= 0" if "different" in what else None)
-        for what, count in sorted(totals.items())
+        row(f"all, {label}", count, "conversations", bar="<= 0" if "different" in label else None)
+        for label, count in sorted(totals.items())
     ]
     return [*rows, *ends]
 

@@ -102,11 +102,10 @@ def with_teacher(batch: Batch, objective: Distillation) -> Batch:
 
 
 class PreferenceStep:
-    """First step of a model on pairs, in a layout; with an adapter that adds something already.
+    """First step of a model on pairs, in a layout; with an adapter that adds something already, or nothing yet.
 
     Args:
       layout: name in LAYOUTS; any other has one pair a row on one device.
-      started: False for the adapter as it begins, which adds nothing.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class PreferenceStep:
         objective: DPO | Distillation,
         *,
         sizes: dict[str, Any] = SIZES,
-        started: bool = True,
         base_dtype: Any = None,
         **fields: Any,
     ) -> None:
@@ -131,13 +129,13 @@ class PreferenceStep:
         self.layout = layout_from(fields, self.spec, self.infos, **scale)
         optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, self.infos))
         self.step = make_train_step(self.model, optimizer, self.layout, self.mesh, objective=objective)
-        self.state = init_state(self.layout, optimizer, self.mesh, seed=0)
-        if started and self.has_adapter:
-            self.state = TrainState(
-                **{**vars(self.state), "params": map_params(self._started, self.infos, self.state.params)}
-            )
-        # The step takes the memory of its state.
-        self.params = jax.device_get(self.state.params)
+        state = init_state(self.layout, optimizer, self.mesh, seed=0)
+        # On the host, because a step takes the memory of its state.
+        self.first_state, self.shardings = jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
+        first_params = self.first_state.params
+        self.params = (
+            map_params(self._started, self.infos, first_params) if self.has_adapter else first_params
+        )
         batch = pack(8, packed=True) if layout in LAYOUTS else pack(12, packed=False)
         if isinstance(objective, Distillation):
             batch = with_teacher(batch, objective)
@@ -146,18 +144,26 @@ class PreferenceStep:
             lambda x: jax.device_put(x[:, columns], NamedSharding(self.mesh, BATCH_SPEC)), batch
         )
 
-    def _started(self, info: Any, value: jax.Array) -> jax.Array:
+    def _started(self, info: Any, value: np.ndarray) -> np.ndarray:
         if not info.path.rpartition(".")[2].startswith("B_"):
             return value
         drawn = np.random.default_rng(zlib.crc32(info.path.encode())).normal(0, 0.3, info.shape)
         if info.is_stacked and self.layout.pipeline is not None:
             drawn = drawn[np.asarray(self.layout.pipeline.order)]
-        return jax.device_put(drawn.astype(value.dtype), value.sharding)
+        return drawn.astype(value.dtype)
 
     @functools.cached_property
     def result(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Metrics, and the gradient (times 1 - b1) of the first step by path."""
-        state, metrics = self.step(self.state, self.batch)
+        return self._step(dataclasses.replace(self.first_state, params=self.params))
+
+    @functools.cached_property
+    def first_result(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """The same of the adapter as it begins, which adds nothing."""
+        return self._step(self.first_state)
+
+    def _step(self, state: TrainState) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        state, metrics = self.step(jax.device_put(state, self.shardings), self.batch)
         order = np.argsort(self.layout.pipeline.order) if self.layout.pipeline else slice(None)
         moments: Any = map_params(
             lambda info, x: np.asarray(x)[order] if info.is_stacked else np.asarray(x),

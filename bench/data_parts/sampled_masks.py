@@ -67,8 +67,8 @@ class SampledMasks:
         return counts
 
     def template_blocks(self, conversations: list[Conversation]) -> Counter[str]:
-        """Returns how the template's own blocks `{% generation %}` differ from what a model samples: the turns
-        that are equal, that go on behind the stop token, and that begin within the generation prompt or
+        """Returns how the template's own blocks `{% generation %}` differ from what a model samples: the
+        turns that are equal, that go on behind the stop token, and that begin within the generation prompt or
         later.
         """
         counts: Counter[str] = Counter()
@@ -106,12 +106,12 @@ class SampledMasks:
                 continue
             prompt = self._ids(self._template.render(read[:number], tools, prompts=ASSISTANT)[0])
             script = self._ids(self._template.render(read[: number + 1], tools)[0])[len(prompt) :]
-            said = []
+            answer = []
             for token in script:
-                said.append(token)
+                answer.append(token)
                 if token in self._stop_ids:
                     break
-            turns.append((prompt, said))
+            turns.append((prompt, answer))
         return turns
 
     def _learned(self, text: MaskedText) -> list[SampledTurn]:

@@ -88,7 +88,7 @@ def run(args: Options) -> Iterator[Row]:
     for shape in [REHEARSED] if args.rehearse else shapes:
         arrays = draw_arrays(shape)
         avals = registry.avals_of(arrays | STATICS)
-        reasons = {i.name: i.supports(spec, avals) for i in registry.implementations(ATTENTION)}
+        reasons = {i.name: i.obstacle(spec, avals) for i in registry.implementations(ATTENTION)}
         names = [name for name, reason in reasons.items() if reason is None and only in (None, name)]
         if not names:
             raise UserError(f"--only {only}: {reasons.get(str(only), 'no such implementation')}.")

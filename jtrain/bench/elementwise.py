@@ -94,7 +94,7 @@ def implementations_on(device: DeviceSpec, op: Op | None) -> list[str]:
     return [
         implementation.name
         for implementation in registry.implementations(op)
-        if implementation.supports(device, avals) is None
+        if implementation.obstacle(device, avals) is None
     ]
 
 

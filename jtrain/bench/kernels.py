@@ -149,7 +149,7 @@ def config_cases(args: Options, spec: DeviceSpec, op: Op | None = None) -> list[
 
 def _candidates(case: Case, spec: DeviceSpec) -> int:
     """Configurations of all implementations that run for a case on a device."""
-    able = [i for i in registry.implementations(case.op) if i.supports(spec, case.avals) is None]
+    able = [i for i in registry.implementations(case.op) if i.obstacle(spec, case.avals) is None]
     # Every implementation has at least one configuration.
     return sum(len(i.configs(spec, case.avals)) for i in able)
 
@@ -170,7 +170,7 @@ def _explain(explained_case: Case, spec: DeviceSpec, compiled: bool) -> Iterator
         print(line)
     for implementation in registry.implementations(op):
         # What cannot run has no prediction, and nothing to compile.
-        if implementation.supports(spec, avals) is not None:
+        if implementation.obstacle(spec, avals) is not None:
             continue
         label = f"{op.name} {case}, {implementation.name} on {spec.name}"
         predicted = implementation.cost_s(spec, avals)
@@ -200,7 +200,7 @@ def explanation(
     chosen = choice.implementation.name
     # An implementation that cannot run has no cost: its function may assume a supported shape.
     able = [
-        i.name for i in registry.implementations(op) if i.name != chosen and i.supports(spec, avals) is None
+        i.name for i in registry.implementations(op) if i.name != chosen and i.obstacle(spec, avals) is None
     ]
     cost = {i.name: i.cost_s(spec, avals) for i in registry.implementations(op) if i.name in (chosen, *able)}
 
@@ -224,7 +224,7 @@ def explanation(
 def _time(timed_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times each implementation that runs here in its first configuration, against XLA."""
     op, case, avals = timed_case
-    able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
+    able = [i for i in registry.implementations(op) if i.obstacle(spec, avals) is None]
     times_s = {
         # The first configuration is the one that a run would take.
         i.name: time_call(
@@ -252,7 +252,7 @@ def tune_case(tuned_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     for implementation in sorted(
         registry.implementations(op), key=lambda candidate: candidate.name != registry.REFERENCE
     ):
-        if implementation.supports(spec, avals) is not None:
+        if implementation.obstacle(spec, avals) is not None:
             continue
         for config in implementation.configs(spec, avals):
             call = _call(op, implementation, config, avals)

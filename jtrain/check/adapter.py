@@ -32,8 +32,8 @@ def adapter_off_is_base(
     freezes_all: bool,
     scale: float,
 ) -> str:
-    """Proves that a run with its adapter switched off is its base, before the first update and after the last, and
-    that the plain model that it is merged to computes as it does.
+    """Proves that a run with its adapter switched off is its base, before the first update and after the
+    last, and that the plain model that it is merged to computes as it does.
 
     Args:
       reference: updates of the run with its adapter, whose evaluation is of `sample` before the first one.
@@ -67,8 +67,8 @@ def adapter_off_is_base(
     if (different := np.flatnonzero(~(np.abs(first - base) <= bounds))).size:
         number = int(different[0])
         raise Differs(
-            f"nats {first[number]:.6g} with the first adapter, {base[number]:.6g} without; first record that differs: "
-            f"{sample.pieces[number].place}"
+            f"nats {first[number]:.6g} with the first adapter, {base[number]:.6g} without; first record "
+            f"that differs: {sample.pieces[number].place}"
         )
     states = reference.first_state.params, course.last_params
     base_hash, hash_after = (hex_of(hash_base(infos, jax.tree.map(jnp.asarray, params))) for params in states)
@@ -91,12 +91,12 @@ def adapter_off_is_base(
     if (different := np.flatnonzero(~(np.abs(merged - trained_nats) <= bounds))).size:
         number = int(different[0])
         raise Differs(
-            f"nats {merged[number]:.6g} of the merged model and {trained_nats[number]:.6g} of the adapter; first "
-            f"record that differs: {sample.pieces[number].place}"
+            f"nats {merged[number]:.6g} of the merged model and {trained_nats[number]:.6g} of the adapter; "
+            f"first record that differs: {sample.pieces[number].place}"
         )
     return (
-        f"{len(frozen)} frozen arrays bit for bit after {len(course.losses)} updates, {len(added)} trained; off, "
-        f"the same logits bit for bit; merged, the same nats; base {base_hash[:16]}"
+        f"{len(frozen)} frozen arrays bit for bit after {len(course.losses)} updates, {len(added)} trained; "
+        f"off, the same logits bit for bit; merged, the same nats; base {base_hash[:16]}"
     )
 
 

@@ -73,8 +73,8 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
         for name in COMPARED:
             if got.get(step, {}).get(name) != want[step][name]:
                 raise Differs(
-                    f"{name} of step {step}: {got.get(step, {}).get(name)} after a stop at step {STEPS // 2}, "
-                    f"{want[step][name]} without"
+                    f"{name} of step {step}: {got.get(step, {}).get(name)} after a stop at step "
+                    f"{STEPS // 2}, {want[step][name]} without"
                 )
     layout, optimizer = run_layout(run), make_optimizer(run)
     mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
@@ -90,8 +90,8 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():
             raise Differs(f"state of step {STEPS} differs in {jax.tree_util.keystr(path)}")
     return (
-        f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the state, bit "
-        "for bit"
+        f"{STEPS} steps, stopped after {STEPS // 2}: every value and all {len(leaves[0])} arrays of the "
+        "state, bit for bit"
     )
 
 

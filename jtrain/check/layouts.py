@@ -48,12 +48,12 @@ class LayoutReference:
         trainer = Trainer(run)
         course = trainer.train([s.arrays for s in self.samples], self.first_state, evaluates=True)
         self._compare_counts(course)
-        worst, place = self._differences(course), self._first_place(course)
-        if worst.over or place:
+        worst, record_text = self._differences(course), self._first_place(course)
+        if worst.over or record_text:
             tensor = worst.text if worst.over else "nats of an evaluation"
             count_text = f" and {worst.over - 1} others" if worst.over > 1 else ""
             raise Differs(
-                f"{tensor}{count_text}; first record that differs: {place or self._record(trainer)}"
+                f"{tensor}{count_text}; first record that differs: {record_text or self._record(trainer)}"
             )
         return f"{len(self.course.losses)} updates; {worst.text}"
 

@@ -71,7 +71,8 @@ def chosen(
     for name in names:
         if name not in all_names:
             raise UserError(
-                f"--only {name!r}: no such line. {did_you_mean(name, all_names)}There are: {', '.join(all_names)}."
+                f"--only {name!r}: no such line. {did_you_mean(name, all_names)}There are: "
+                f"{', '.join(all_names)}."
             )
     return [(name, prove) for name, prove in proofs if not names or name in names]
 

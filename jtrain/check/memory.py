@@ -64,8 +64,8 @@ class CompiledPlan:
             raise UserError(f"{last[0].removeprefix('error: ')} (`{command}`)")
         difference = formula["peak_bytes"] / compiled["peak_bytes"] - 1
         text = (
-            f"{formula['peak_bytes'] / 2**30:.2f} GiB by formula and {compiled['peak_bytes'] / 2**30:.2f} by the "
-            f"compiler of {self.machine}, {difference:+.1%}, bound {TOLERANCE:.0%}"
+            f"{formula['peak_bytes'] / 2**30:.2f} GiB by formula and {compiled['peak_bytes'] / 2**30:.2f} "
+            f"by the compiler of {self.machine}, {difference:+.1%}, bound {TOLERANCE:.0%}"
         )
         if abs(difference) > TOLERANCE:
             raise Differs(text)

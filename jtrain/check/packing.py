@@ -172,8 +172,9 @@ def _check_nats(sample: Sample, label: str, nats: np.ndarray, alone: np.ndarray,
     if different.size:
         number = int(different[0])
         raise Differs(
-            f"nats {nats[number]:.6g} {label} and {alone[number]:.6g} alone, bound {bounds[number]:.2g}; first record "
-            f"that differs: {sample.pieces[number].place}; {different.size} of {len(sample.pieces)} differ"
+            f"nats {nats[number]:.6g} {label} and {alone[number]:.6g} alone, bound {bounds[number]:.2g}; "
+            f"first record that differs: {sample.pieces[number].place}; {different.size} of "
+            f"{len(sample.pieces)} differ"
         )
 
 

@@ -1,9 +1,10 @@
 """Preference pairs: the first loss, and the loss of trained weights against the formula in float64.
 
-Packed pairs, layouts and accumulation are compared by the lines that all runs have. Two lines are of pairs alone. At
-the start the model is its reference, so no pair is preferred: the loss is one number, ln 2 of DPO, packed or not. After
-two updates it is another one, and follows from the nats of each text: those of the trained model, and those of the
-first one, which the reference is. A reference that is trained along, or texts that change places, differ there.
+Packed pairs, layouts and accumulation are compared by the lines that all runs have. Two lines are of pairs
+alone. At the start the model is its reference, so no pair is preferred: the loss is one number, ln 2 of DPO,
+packed or not. After two updates it is another one, and follows from the nats of each text: those of the
+trained model, and those of the first one, which the reference is. A reference that is trained along, or texts
+that change places, differ there.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[S
 
 
 def first_loss_is_ln_2(reference: LayoutReference, objective: Objective) -> str:
-    """Proves that the first loss is that of no preference, of packed pairs and of each pair in a row of its own.
+    """Proves that the first loss is that of no preference, of packed pairs and of each pair in a row of its
+    own.
 
     Raises:
       Differs: names the loss, or the first pair that has another one.
@@ -67,7 +69,8 @@ def first_loss_is_ln_2(reference: LayoutReference, objective: Objective) -> str:
 def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
     """Proves the loss and gradients of packed pairs at trained weights, which tell the texts of a pair apart.
 
-    The loss is that of the formula in float64; gradients are the sum of those of each pair in a row of its own.
+    The loss is that of the formula in float64; gradients are the sum of those of each pair in a row of its
+    own.
 
     Raises:
       Differs: names the loss with the pair that differs most, or the tensor.

@@ -115,14 +115,14 @@ class RunCheck:
     @functools.cached_property
     def small(self) -> SmallRuns:
         """Small runs on short rows: a multiple of 16 columns, which every axis splits."""
-        most, wanted = TEXT_COLUMNS, TEXT_COLUMNS
+        max_columns, sample_columns = TEXT_COLUMNS, TEXT_COLUMNS
         if any(stream.has_samples for stream in self.dataset.streams):
-            most = PAIR_COLUMNS if self.run.data.has_pairs else SAMPLE_COLUMNS
+            max_columns = PAIR_COLUMNS if self.run.data.has_pairs else SAMPLE_COLUMNS
             units = itertools.chain.from_iterable(sample.units for sample in self.read)
             lengths = [sum(piece.end - piece.start for piece in unit) for unit in units]
             # Three samples a row show what packing does; more would only compute longer.
-            wanted = max(wanted, 3 * int(np.quantile(lengths, 0.75)))
-        columns = max(16, min(self.run.data.seq_len, most, wanted) // 16 * 16)
+            sample_columns = max(sample_columns, 3 * int(np.quantile(lengths, 0.75)))
+        columns = max(16, min(self.run.data.seq_len, max_columns, sample_columns) // 16 * 16)
         rows = ROWS if columns <= LONG_COLUMNS else LONG_ROWS
         return SmallRuns(self.run, small_data(self.run.data, seq_len=columns, rows=rows))
 
@@ -135,13 +135,14 @@ class RunCheck:
     def samples(self) -> tuple[list[Sample], int]:
         """The cut batch, the batch as the data plane made it, and the size of their vocabulary."""
         with contextlib.closing(read_samples(self.small_dataset)) as batches:
-            own = next((s for s in itertools.islice(batches, 20) if s.num_targets), None)
-        if own is None:
+            batch = next((s for s in itertools.islice(batches, 20) if s.num_targets), None)
+        if batch is None:
             raise UserError(
-                f"no target in 20 batches of rows of {self.small.data.seq_len} tokens: every sample is longer."
+                f"no target in 20 batches of rows of {self.small.data.seq_len} tokens: every sample is "
+                "longer."
             )
         cut = cut_pairs if self.run.data.has_pairs else cut_rows
-        return with_few_ids([cut(own, seed=self.run.seed), own])
+        return with_few_ids([cut(batch, seed=self.run.seed), batch])
 
     @functools.cached_property
     def plain(self) -> Run:
@@ -185,17 +186,17 @@ class RunCheck:
         """A line for as many axes in use together as there are devices for, and one for each axis."""
         # Of the run: its small form is of records that are read, which may be what fails.
         axes = axes_in_use(self.run.mesh)
-        groups = [some for some in dict.fromkeys([axes[:TOGETHER], axes[-TOGETHER:]]) if len(some) > 1]
+        groups = [group for group in dict.fromkeys([axes[:TOGETHER], axes[-TOGETHER:]]) if len(group) > 1]
         groups += [(axis,) for axis in axes] or [()]
-        for some in groups:
-            name = " x ".join(some) if len(some) != 1 else f"mesh.{some[0]}"
-            yield f"{name or 'layout'} = one device", functools.partial(self._layout, some)
+        for group in groups:
+            name = " x ".join(group) if len(group) != 1 else f"mesh.{group[0]}"
+            yield f"{name or 'layout'} = one device", functools.partial(self._layout, group)
 
     def _layout(self, axes: tuple[str, ...]) -> str:
         # An axis was compared with the others that the run has beside it; alone it shows which one is wrong.
-        for together in self._held:
-            if set(axes) < set(together):
-                return f"2 updates, as part of {' x '.join(together)}"
+        for held_axes in self._held:
+            if set(axes) < set(held_axes):
+                return f"2 updates, as part of {' x '.join(held_axes)}"
         text = self.reference.compare(self.small.with_axes(self.plain, axes))
         self._held.append(axes)
         return text

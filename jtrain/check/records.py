@@ -141,8 +141,8 @@ def cut_pairs(sample: Sample, *, seed: int) -> Sample:
         for piece in unit:
             if piece.row == empty:
                 continue
-            before = pieces[-1] if pieces and pieces[-1].row == piece.row else None
-            start = before.end if before else 0
+            previous = pieces[-1] if pieces and pieces[-1].row == piece.row else None
+            start = previous.end if previous else 0
             length = piece.end - piece.start
             # Of short answers something is left.
             length -= int(rng.integers(0, max(1, min(4, length // 8))))

@@ -1,8 +1,8 @@
 """Learned = sampled: each target against what a model that is given the prompt would have to say.
 
-A scripted model says what the record says: it is given the generation prompt and goes on through the stop token.
-Its texts come from the template and the raw messages alone; the learned texts come from the tokens and targets
-of a batch. Nothing between the two (spans, offsets, masks, packing, collation) is taken for granted.
+A scripted model says what the record says: it is given the generation prompt and goes on through the stop
+token. Its texts come from the template and the raw messages alone; the learned texts come from the tokens and
+targets of a batch. Nothing between the two (spans, offsets, masks, packing, collation) is taken for granted.
 """
 
 import dataclasses
@@ -79,9 +79,9 @@ class Script:
     def read(self, ids: np.ndarray) -> str:
         """Text of tokens, special ones as they are spelled, the end of a document as END."""
         parts: list[str] = []
-        for is_end, some in itertools.groupby(ids.tolist(), key=lambda i: i == self.tokenizer.end_id):
-            some = list(some)
-            parts.append(END * len(some) if is_end else self._decode(some))
+        for is_end, run in itertools.groupby(ids.tolist(), key=lambda i: i == self.tokenizer.end_id):
+            run = list(run)
+            parts.append(END * len(run) if is_end else self._decode(run))
         return "".join(parts)
 
     def _decode(self, ids: list[int]) -> str:
@@ -93,8 +93,8 @@ class Script:
         """A text as its tokens spell it: tokenizers may normalise, and a stop token may end the document."""
         if self.setup.tokenizer == "bytes":
             return text.replace("\0", END)
-        whole, end, _ = text.partition(END)
-        return self.read(np.asarray(self._rust.encode(whole, add_special_tokens=False).ids)) + end
+        document, end, _ = text.partition(END)
+        return self.read(np.asarray(self._rust.encode(document, add_special_tokens=False).ids)) + end
 
     def turns(self, record: int, side: int | None = None) -> list[Turn]:
         """Turns of a record that are learned, in order; of one text of a pair."""
@@ -136,18 +136,18 @@ class Script:
             answers = [number for number in answers if number == stated[-1]]
         for number in answers:
             prompt, _ = template.render(messages[:number], schemas, prompts=messages[number].role)
-            whole, _ = template.render(messages[: number + 1], schemas)
-            said = whole.removeprefix(prompt)
-            if stops := [(at, -len(stop)) for stop in template.stops if (at := said.find(stop)) >= 0]:
+            history, _ = template.render(messages[: number + 1], schemas)
+            answer = history.removeprefix(prompt)
+            if stops := [(at, -len(stop)) for stop in template.stops if (at := answer.find(stop)) >= 0]:
                 at, length = min(stops)
-                yield Turn(prompt, (said[: at - length],))
+                yield Turn(prompt, (answer[: at - length],))
             elif template.is_built_in or number + 1 < len(messages):
-                after = text.removeprefix(whole)
-                next_stops = [stop for stop in template.stops if after.startswith(stop)]
+                remainder = text.removeprefix(history)
+                next_stops = [stop for stop in template.stops if remainder.startswith(stop)]
                 ending = END * (number + 1 == len(messages))
-                yield Turn(prompt, tuple(said + stop for stop in next_stops) or (said + ending,))
+                yield Turn(prompt, tuple(answer + stop for stop in next_stops) or (answer + ending,))
             else:
-                yield Turn(prompt, (said + END,))
+                yield Turn(prompt, (answer + END,))
 
 
 def learned_is_sampled(dataset: TextDataset, samples: list[Sample]) -> str:
@@ -218,8 +218,8 @@ def _check_piece(script: Script, piece: Piece, ids: np.ndarray, is_learned: np.n
         if match is None:
             expected = texts[matched][0] if matched < len(turns) else "nothing more"
             raise Differs(
-                f"{piece.name} (row {piece.row}): {_excerpt(run)} is learned after {_excerpt(read[-30:])}, and a "
-                f"model says {_excerpt(expected)}"
+                f"{piece.name} (row {piece.row}): {_excerpt(run)} is learned after {_excerpt(read[-30:])}, "
+                f"and a model says {_excerpt(expected)}"
             )
         matched = match + 1
     if len(edges) == len(turns):
@@ -262,12 +262,13 @@ def targets_are_never_zero(samples: list[Sample], *, rows: int) -> str:
         if len(batch) == rows and not sum(batch):
             piece = next((p for p in samples[first // size].pieces), None)
             raise Differs(
-                f"batch {first // rows} has no target in {rows} rows; first record: {piece.name if piece else 'none'}"
+                f"batch {first // rows} has no target in {rows} rows; first record: "
+                f"{piece.name if piece else 'none'}"
             )
     if not sum(counts):
         raise Differs(f"the first {len(counts)} rows have no target at all")
     empty = sum(count == 0 for count in counts)
-    least = min(sum(counts[i : i + rows]) for i in range(0, max(len(counts) - rows + 1, 1), rows))
+    fewest = min(sum(counts[i : i + rows]) for i in range(0, max(len(counts) - rows + 1, 1), rows))
     return (
-        f"{len(counts)} rows, {empty} of them without targets; a batch of {rows} rows has {least:,} or more"
+        f"{len(counts)} rows, {empty} of them without targets; a batch of {rows} rows has {fewest:,} or more"
     )

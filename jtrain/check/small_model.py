@@ -11,7 +11,9 @@ from jtrain.model.transformer import Transformer
 
 WIDTH, HEADS, HEAD_DIM = 32, 4, 16
 IN_BLOCKS = 4
-"""Times by which layers are larger whose matrices are in blocks of 64 inputs, of which each shard has whole ones."""
+"""Times by which layers are larger whose matrices are in blocks of 64 inputs, of which each shard has whole
+ones.
+"""
 ATTENTION_CHUNKS = 4
 """Most chunks of queries in a row: each is compiled on its own."""
 
@@ -41,8 +43,8 @@ def shrink_model(
 ) -> Transformer:
     """Returns a model with the same kinds of layers, one of each in a period.
 
-    Layers whose small forms are equal compile and compute alike: of five with a window and one without, one of each
-    stays. Blocks of `model.last` are kinds of the pattern, and repeated if the model has some.
+    Layers whose small forms are equal compile and compute alike: of five with a window and one without, one
+    of each stays. Blocks of `model.last` are kinds of the pattern, and repeated if the model has some.
 
     Args:
       columns: length of the small rows, and `share` what they are of the run's.

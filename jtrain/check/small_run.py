@@ -46,6 +46,11 @@ class SmallRuns:
     data: PackedText
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of `axes_in_use`."""
+        return axes_in_use(self.run.mesh)
+
+    @property
     def accumulates(self) -> bool:
         """True if the run computes its batch in several parts."""
         layout = self.run.layout

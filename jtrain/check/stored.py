@@ -1,4 +1,6 @@
-"""What another model says of a run's samples: all of it is there, and a made-up one for rows that were cut anew."""
+"""What another model says of a run's samples: all of it is there, and a made-up one for rows that were cut
+anew.
+"""
 
 from collections.abc import Sequence
 

@@ -145,8 +145,8 @@ def restore_part(
     whole: bool = True,
     order: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Reads some branches of the state, such as `{"params": ...}`, and no others; only the leaves that `like` has of
-    them unless `whole`. See `restore`.
+    """Reads some branches of the state, such as `{"params": ...}`, and no others; only the leaves that `like`
+    has of them unless `whole`. See `restore`.
     """
     path, manifest = open_step(folder, step, verify=verify)
     branches = tuple(f"{name}." for name in like)
@@ -369,7 +369,7 @@ def _check_same(
 
     expected_leaves = array_files.leaves(layer_order.checkpoint_shapes(like, order))
     lines = tuple(
-        # Expected leaves first, in the model's order; then those that only the checkpoint has, if it may have none.
+        # Expected leaves first, in the model's order; then those of the checkpoint alone, if there may be any.
         f"{name}: {_leaf_text(saved.get(name))} in the checkpoint, {_leaf_text(expected_leaves.get(name))} "
         "in this run"
         for name in dict.fromkeys([*expected_leaves, *(saved if whole else ())])

@@ -94,8 +94,8 @@ VERB = Verb(
         execute,
         add_options,
         description=(
-            "Proves on emulated devices, with the run's own data, template, model, loss and optimizer made small, "
-            "that packing, layout, accumulation, masks, resuming and export change nothing."
+            "Proves on emulated devices, with the run's own data, template, model, loss and optimizer made "
+            "small, that packing, layout, accumulation, masks, resuming and export change nothing."
         ),
         exits="Exit codes: 0 all that applies holds; 1 a line fails and names what differs; 2 a mistake.",
         subject="config",

@@ -358,11 +358,11 @@ VERB = Verb(
             "write what another model says of a run's samples, for objective.stored",
             reference,
             add_reference_options,
-            "objective=DPO: reads every pair of the sources and of eval.sets once, and writes the log-probabilities of "
-            "its texts by the weights before the first step, without an adapter, in the layout of the run. "
-            "objective=Distillation: reads every sample of the sources once, and writes the most probable tokens after "
-            "each one that is learned, by the newest weights of the teacher's workdir, in its layout; killed, it goes "
-            "on where it ended.",
+            "objective=DPO: reads every pair of the sources and of eval.sets once, and writes the "
+            "log-probabilities of its texts by the weights before the first step, without an adapter, in "
+            "the layout of the run. objective=Distillation: reads every sample of the sources once, and "
+            "writes the most probable tokens after each one that is learned, by the newest weights of the "
+            "teacher's workdir, in its layout; killed, it goes on where it ended.",
             subject="config",
             then=train_with_reference,
         ),

@@ -57,8 +57,8 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     if step >= run.num_steps:
         # Every step before it is planned: a number of too many digits would take for ever.
         raise UserError(
-            f"--step {step} is after the run, which has num_steps={run.num_steps}. Give --step {run.num_steps - 1} or "
-            "less."
+            f"--step {step} is after the run, which has num_steps={run.num_steps}. Give --step "
+            f"{run.num_steps - 1} or less."
         )
     from jtrain.data.inspect.step_contents import pieces_of_step  # lazy: imports numpy
 

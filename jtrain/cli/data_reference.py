@@ -14,8 +14,8 @@ def add_reference_options(parser: Parser) -> None:
     add_config(parser)
     add_workdir(
         parser,
-        "of preference pairs the folder of the run, with the imported model if there is one; for a distillation that "
-        "of the teacher",
+        "of preference pairs the folder of the run, with the imported model if there is one; for a "
+        "distillation that of the teacher",
     )
     parser.add_argument(
         "--out",

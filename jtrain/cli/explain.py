@@ -76,9 +76,9 @@ def _component_lines(match: "FieldMatch") -> list[str]:
 
     assert match.component is not None
     file, (_, line) = Path(inspect.getfile(match.component)), inspect.getsourcelines(match.component)
-    place = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    path = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
     paragraphs = description(match.component).split("\n\n")
-    lines = [f"{match.title}: {match.component.__name__}, {place}:{line}"]
+    lines = [f"{match.title}: {match.component.__name__}, {path}:{line}"]
     for paragraph in paragraphs:
         # Formulas stand further in, and stay as they are.
         lines += (

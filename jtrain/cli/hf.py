@@ -255,8 +255,8 @@ VERB = Verb(
             "write the config file of a model directory",
             write_config,
             add_config_options,
-            "Writes Python: the config of --base with the model that config.json describes, to be read, changed, and "
-            "given to every verb as --config=FILE:run.",
+            "Writes Python: the config of --base with the model that config.json describes, to be read, "
+            "changed, and given to every verb as --config=FILE:run.",
             subject="from",
             then=lambda args: shlex.join(
                 [

@@ -168,9 +168,9 @@ def command(args: Args, values: dict[str, str], settings: dict[str, object]) -> 
 
     # Otherwise the launch would decide again.
     settings = settings | {"layout.auto": False}
-    given = " ".join(map(shell_word, ["jtrain", "launch", *config_words(args)]))
+    words = " ".join(map(shell_word, ["jtrain", "launch", *config_words(args)]))
     # Only what differs from the config: the command stays short.
-    return f"{given} {changed_options(settings, values)}".rstrip()
+    return f"{words} {changed_options(settings, values)}".rstrip()
 
 
 def confirm(

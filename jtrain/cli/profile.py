@@ -70,8 +70,8 @@ def find(run_or_window: str, step: int | None, option: str = "--workdir") -> Pat
     }
     if not windows:
         raise UserError(
-            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Send SIGUSR1 to its job while it "
-            f"runs, or trace a run of its own:\nnext: {_traced_command(run_or_window)}"
+            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Send SIGUSR1 to its job "
+            f"while it runs, or trace a run of its own:\nnext: {_traced_command(run_or_window)}"
         )
     # The newest window, which is the one that a run has just written.
     if step is None:

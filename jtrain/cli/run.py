@@ -77,7 +77,9 @@ class Parser(argparse.ArgumentParser):
         return option in self._option_string_actions
 
     def _hint(self, word: str) -> str:
-        """Suggestion for an option that is not there: the field or option of that meaning, or the nearest name."""
+        """Suggestion for an option that is not there: the field or option of that meaning, or the nearest
+        name.
+        """
         name, equals, value = word.partition("=")
         alias = known_elsewhere(name)
         if alias is not None and self._takes(alias):
@@ -174,12 +176,12 @@ class Command:
             return [*words]
         # The same text may be the value of an option too: without the subject no word is left over. The last
         # such word, as the first one may be that value.
-        places = [
-            place
-            for place, word in enumerate(words)
-            if word == subjects[0] and has_no_subject([*words[:place], *words[place + 1 :]])
+        positions = [
+            position
+            for position, word in enumerate(words)
+            if word == subjects[0] and has_no_subject([*words[:position], *words[position + 1 :]])
         ]
-        return [*words[: places[-1]], option, *words[places[-1] :]] if places else [*words]
+        return [*words[: positions[-1]], option, *words[positions[-1] :]] if positions else [*words]
 
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""

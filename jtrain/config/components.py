@@ -60,10 +60,10 @@ def load_subclasses(kind: type) -> list[type]:
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
     # A user's own come and go, and Python lists classes in the order in which they were imported.
-    own = [
+    subclasses = [
         c for c in _with_subclasses(kind) if c is not kind and c.__module__.startswith(f"{package.__name__}.")
     ]
-    return sorted(own, key=lambda subclass: subclass.__name__)
+    return sorted(subclasses, key=lambda subclass: subclass.__name__)
 
 
 def is_user_name(text: str) -> bool:

@@ -1,5 +1,5 @@
-"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo`, `distill`, `stream` and `profile`. A config file
-may define its own by these names.
+"""Fiddlers for every config: `--with debug`, `small`, `lora`, `dpo`, `distill`, `stream` and `profile`. A
+config file may define its own by these names.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""Every field of a config with its meaning, unit, default and place, read off the dataclasses and their docstrings."""
+"""Every field of a config with its meaning, unit, default and place, read off the dataclasses and their
+docstrings.
+"""
 
 import ast
 import collections.abc
@@ -132,8 +134,8 @@ class Field:
         if self.annotation is bool:
             return str(self.default != "True")
         if self.kinds and typing.get_origin(self.annotation) not in _PLACES:
-            others = [kind.__name__ for kind in self.kinds if kind.__name__ not in self.default]
-            return others[-1] if others else self.kinds[0].__name__
+            alternatives = [kind.__name__ for kind in self.kinds if kind.__name__ not in self.default]
+            return alternatives[-1] if alternatives else self.kinds[0].__name__
         if self.default not in (tree.NOT_SET, "None"):
             return self.default
         if self.kinds:
@@ -153,20 +155,20 @@ class Field:
                 isinstance(node, ast.Attribute) and node.attr == self.name and isinstance(node.ctx, ast.Load)
             ):
                 return False
-            before = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
-            is_own = before == "self" and str(file) == inspect.getfile(self.component)
-            return before in owners or is_own or (is_unique and before != "args")
+            owner = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+            is_own = owner == "self" and str(file) == inspect.getfile(self.component)
+            return owner in owners or is_own or (is_unique and owner != "args")
 
-        places = []
+        locations = []
         for file in sorted((ROOT / "jtrain").rglob("*.py")):
             text = file.read_text()
             # Benchmarks and proofs make configs of their own.
             if f".{self.name}" in text and file.relative_to(ROOT).parts[1] not in ("bench", "check"):
                 nodes = [node for node in ast.walk(ast.parse(text)) if is_read(node, file)]
-                places += [
+                locations += [
                     f"{_relative(file)}:{node.lineno}" for node in nodes if isinstance(node, ast.Attribute)
                 ]
-        return list(dict.fromkeys(places))
+        return list(dict.fromkeys(locations))
 
     def related(self) -> list[str]:
         """Paths of fields whose meaning names this one."""
@@ -214,18 +216,20 @@ def _fields_of(
             default = tree.NOT_SET if spec.default is dataclasses.MISSING else repr(spec.default)
         field = Field(prefix + spec.name, component, needs, annotation, default)
         yield field
-        place = _PLACES.get(typing.get_origin(annotation) or object)
+        index = _PLACES.get(typing.get_origin(annotation) or object)
         # A mixer may hold a mixer: each class is listed once on a way down.
         for kind in (kind for kind in field.kinds if kind not in (*above, component)):
             # Where the annotation leaves no choice, the component is there.
-            is_chosen = place is None and annotation is not kind and kind.__name__ not in default
+            is_chosen = index is None and annotation is not kind and kind.__name__ not in default
             settings = (f"{field.path}={kind.__name__}",) if is_chosen and not _is_first(kind, field) else ()
-            kind_prefix = f"{field.path}.{place}." if place else f"{field.path}."
+            kind_prefix = f"{field.path}.{index}." if index else f"{field.path}."
             yield from _fields_of(kind, kind_prefix, (*needs, *settings), above=(*above, component))
 
 
 def _is_first(kind: type, field: Field) -> bool:
-    """True for the component that configs have where the class gives no default: `optimizer` is AdamW in most."""
+    """True for the component that configs have where the class gives no default: `optimizer` is AdamW in
+    most.
+    """
     return field.default == tree.NOT_SET and kind is field.kinds[0]
 
 
@@ -327,7 +331,8 @@ def find(word: str) -> FieldMatch:
         )
     if classes and class_name not in ("", "None"):
         raise UserError(
-            f"{word}: {path} takes no {class_name}. {did_you_mean(class_name, classes)}There are: {', '.join(classes)}."
+            f"{word}: {path} takes no {class_name}. {did_you_mean(class_name, classes)}There are: "
+            f"{', '.join(classes)}."
         )
     if len(fields) == 1 and len(classes) == 1:
         (kind,) = classes.values()
@@ -342,8 +347,8 @@ def _component_fields(kind: type, field: Field) -> list[Field]:
 
 def _is_one_of(path: str, field: Field) -> bool:
     """True if a path is that of one of the components that a field holds: `data.sources.web`."""
-    place = _PLACES.get(typing.get_origin(field.annotation) or object)
-    return place is not None and bool(field.kinds) and _is_path(path, f"{field.path}.{place}")
+    index = _PLACES.get(typing.get_origin(field.annotation) or object)
+    return index is not None and bool(field.kinds) and _is_path(path, f"{field.path}.{index}")
 
 
 def _is_path(path: str, pattern: str) -> bool:

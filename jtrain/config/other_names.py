@@ -1,4 +1,6 @@
-"""Names that other trainers give to fields and options, for suggestions. No jax: a mistake is answered at once."""
+"""Names that other trainers give to fields and options, for suggestions. No jax: a mistake is answered at
+once.
+"""
 
 OTHER_NAMES = {
     "num_steps": "max_steps train_steps total_steps training_steps max_iters train_iters iterations steps",
@@ -94,7 +96,9 @@ def known_elsewhere(name: str) -> str | None:
 
 
 def other_unit(name: str) -> str:
-    """Values of the field that others call `name`, where theirs are something else; "" where they are the same."""
+    """Values of the field that others call `name`, where theirs are something else; "" where they are the
+    same.
+    """
     return _UNIT_BY_NAME.get(_normalize(name), "")
 
 

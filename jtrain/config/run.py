@@ -54,8 +54,9 @@ class EvalSpec:
     sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a
       training source. An evaluation reads at most `data.eval_batches` batches of each set.
     first: True to evaluate the weights of step 0 as well, which a fine-tuned model is compared with.
-    answers: turns of held-out samples of each set that the model answers at each evaluation, with the most likely
-      tokens; generations.jsonl in the workdir keeps them, and `eval_exact` is the share that equals the sample's.
+    answers: turns of held-out samples of each set that the model answers at each evaluation, with the most
+      likely tokens; generations.jsonl in the workdir keeps them, and `eval_exact` is the share that equals
+      the sample's.
     prompts: fixed prompts that it answers as well: what a user says if the data has chats, otherwise the
       beginning of a document.
     answer_tokens: most tokens of an answer.
@@ -248,31 +249,37 @@ def validate(run: Run) -> None:
 
 
 def check_distillation(run: Run) -> None:
-    """Refuses a teacher that cannot be found for what a row holds, or that has more to say than there are tokens."""
+    """Refuses a teacher that cannot be found for what a row holds, or that has more to say than there are
+    tokens.
+    """
     objective = run.objective
     if not isinstance(objective, Distillation):
         return
     if objective.top_k > run.model.vocab_size:
         raise UserError(
-            f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set objective.top_k "
-            f"to at most {run.model.vocab_size}."
+            f"objective.top_k={objective.top_k} tokens of model.vocab_size={run.model.vocab_size}. Set "
+            f"objective.top_k to at most {run.model.vocab_size}."
         )
     parameters = inspect.signature(run.model.cross_entropy).parameters
     if "soft" not in parameters and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         raise UserError(
-            f"objective=Distillation(...) gives {type(run.model).__name__}.cross_entropy what a teacher says as `soft`,"
-            " and it has no such argument. Add it (docs/own_parts.md), or leave objective as it is."
+            f"objective=Distillation(...) gives {type(run.model).__name__}.cross_entropy what a teacher "
+            "says as `soft`, and it has no such argument. Add it (docs/own_parts.md), or leave objective as "
+            "it is."
         )
     has_samples = any(source.mask is not None for source in run.data.named_sources.values())
     if run.data.packing_of(has_samples=has_samples) == "concat":
         raise UserError(
-            "objective=Distillation(...) finds what the teacher said by the tokens of a whole sample or piece of text, "
-            "and data.packing='concat' cuts them at row ends, elsewhere in each epoch. Set data.packing=best_fit."
+            "objective=Distillation(...) finds what the teacher said by the tokens of a whole sample or "
+            "piece of text, and data.packing='concat' cuts them at row ends, elsewhere in each epoch. Set "
+            "data.packing=best_fit."
         )
 
 
 def check_preferences(run: Run) -> None:
-    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot have."""
+    """Refuses preference pairs without a loss of pairs, the loss without pairs, and what the loss cannot
+    have.
+    """
     objective = run.objective
     sources = [(field_of(name), source) for name, source in run.data.named_sources.items()]
     sources += [(f"{HELD_OUT_PREFIX}{name}", source) for name, source in run.eval.sets.items()]
@@ -281,52 +288,55 @@ def check_preferences(run: Run) -> None:
         if is_paired and not isinstance(objective, DPO):
             raise UserError(
                 f"{field}.rejected_field={source.rejected_field!r} has preference pairs, whose loss is "
-                f"objective=DPO(...). Add --with dpo. Without {field}.rejected_field the better answers alone would be "
-                "learned."
+                f"objective=DPO(...). Add --with dpo. Without {field}.rejected_field the better answers "
+                "alone would be learned."
             )
         if not is_paired and isinstance(objective, DPO):
             raise UserError(
-                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, and "
-                "prompt_field or messages_field with it."
+                f"objective=DPO(...) compares two answers, and {field} has one. Set {field}.rejected_field, "
+                "and prompt_field or messages_field with it."
             )
     if not isinstance(objective, DPO):
         return
     if run.adapter is not None and run.adapter.dropout:
         raise UserError(
-            f"adapter.dropout={run.adapter.dropout} with objective=DPO(...): the two log-probabilities of a pair, and "
-            "those of the reference, would be of different random models. Set adapter.dropout=0.0."
+            f"adapter.dropout={run.adapter.dropout} with objective=DPO(...): the two log-probabilities of a "
+            "pair, and those of the reference, would be of different random models. Set adapter.dropout=0.0."
         )
     if objective.reference == "adapter_off" and run.adapter is None:
         raise UserError(
-            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set adapter "
-            "(--with lora), or objective.reference=none."
+            "objective.reference=adapter_off is the model without its adapter, and the run has none. Set "
+            "adapter (--with lora), or objective.reference=none."
         )
     if objective.reference == "adapter_off" and run.adapter is not None and run.adapter.train:
         raise UserError(
-            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter the model "
-            "would not be what it was, as these parameters move. Set adapter.train=(), or objective.reference=none."
+            f"objective.reference=adapter_off with adapter.train={run.adapter.train!r}: without its adapter "
+            "the model would not be what it was, as these parameters move. Set adapter.train=(), or "
+            "objective.reference=none."
         )
     if run.model.z_loss:
         raise UserError(
-            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their log-probabilities "
-            "alone. Set model.z_loss=0.0."
+            f"model.z_loss={run.model.z_loss} with objective=DPO(...): pairs are compared by their "
+            "log-probabilities alone. Set model.z_loss=0.0."
         )
     if (dtype := run.precision.matmul_dtype) != "compute":
         raise UserError(
-            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared are of one "
-            "number format. Set precision.matmul_dtype=compute."
+            f"precision.matmul_dtype={dtype} with objective=DPO(...): log-probabilities that are compared "
+            "are of one number format. Set precision.matmul_dtype=compute."
         )
 
 
 def check_weight_stream(run: Run) -> None:
-    """Refuses a stream of an adapter where there is none, or where more is trained than a folder of peft holds."""
+    """Refuses a stream of an adapter where there is none, or where more is trained than a folder of peft
+    holds.
+    """
     if run.weight_stream is None or not run.weight_stream.only_adapter:
         return
     if run.adapter is None or run.adapter.train:
         trained = "adapter=None" if run.adapter is None else f"adapter.train={run.adapter.train!r}"
         raise UserError(
-            f"weight_stream.only_adapter=True sends A and B of an adapter and nothing else, but {trained}. Set "
-            "weight_stream.only_adapter=False, which sends the model."
+            f"weight_stream.only_adapter=True sends A and B of an adapter and nothing else, but {trained}. "
+            "Set weight_stream.only_adapter=False, which sends the model."
         )
 
 

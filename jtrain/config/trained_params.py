@@ -43,12 +43,12 @@ def read_params(
     *,
     onto: MergeOnto = "trained",
 ) -> Params:
-    """Reads the parameters of the model of a checkpoint onto one device, in the dtypes of `dtype_of`; those of an
-    adapter are merged into its base.
+    """Reads the parameters of the model of a checkpoint onto one device, in the dtypes of `dtype_of`; those
+    of an adapter are merged into its base.
 
     Args:
-      onto: `trained` merges into the frozen weights as the steps computed with them; `base` into those of the base
-        in the dtypes of `dtype_of`, which differ from them where the run had its base in blocks.
+      onto: `trained` merges into the frozen weights as the steps computed with them; `base` into those of the
+        base in the dtypes of `dtype_of`, which differ from them where the run had its base in blocks.
 
     Raises:
       CheckpointError: the checkpoint is damaged.
@@ -64,19 +64,21 @@ def read_params(
             stored_arrays(info, dtype),
         )
 
-    infos, own = run.param_infos(), run.precision.param_dtype
+    infos, param_dtype = run.param_infos(), run.precision.param_dtype
     if run.adapter is None:
         params = map_params(lambda info: like(info, dtype_of(info)), infos)
         return checkpoints.restore_part(step, {"params": params})["params"]
     saved = _read_saved(checkpoints, step, run)
     base_infos = _base_infos(run)
-    base = read_base(run, map_params(lambda info: like(info, info.dtype or own), base_infos), None)
+    base = read_base(run, map_params(lambda info: like(info, info.dtype or param_dtype), base_infos), None)
     unrounded = None
     if base is None:
         # As the first state of the run draws them.
-        drawn = own if run.optimizer.master_dtype == "none" else "float32"
+        drawn = param_dtype if run.optimizer.master_dtype == "none" else "float32"
         unrounded = init_params(model_infos(infos), seed=run.seed, dtype=drawn)
-        base = map_params(lambda info, value: store(info, value, info.dtype or own), base_infos, unrounded)
+        base = map_params(
+            lambda info, value: store(info, value, info.dtype or param_dtype), base_infos, unrounded
+        )
     check_base(run, saved["base_hash"], hash_base(infos, base))
     if onto == "base":
         base = unrounded or read_base(
@@ -88,7 +90,9 @@ def read_params(
 
 
 def read_trained(checkpoints: Checkpoints, step: int, run: Run) -> Params:
-    """Reads what a run with an adapter trains onto one device: A and B, and parameters that are trained whole."""
+    """Reads what a run with an adapter trains onto one device: A and B, and parameters that are trained
+    whole.
+    """
     return _read_saved(checkpoints, step, run)["params"]
 
 
@@ -115,8 +119,8 @@ def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params |
     """Reads the parameters of the base of a run's adapter; None if they are drawn from the seed.
 
     Args:
-      like: shapes, dtypes and shardings of all parameters of the model; matrices in blocks are made of those that
-        are read one parameter at a time, with no more than a layer of one on a device.
+      like: shapes, dtypes and shardings of all parameters of the model; matrices in blocks are made of those
+        that are read one parameter at a time, with no more than a layer of one on a device.
       order: as `Checkpoints.layer_order`.
 
     Raises:
@@ -138,8 +142,8 @@ def read_base(run: Run, like: Params, order: tuple[int, ...] | None) -> Params |
         in_blocks = tuple(info for info in _base_infos(run) if is_quantized(at_path(like, info.path)))
         if not in_blocks:
             return checkpoints.restore_part(step, {"params": like})["params"]
-        others = tuple(info for info in _base_infos(run) if info not in in_blocks)
-        params = map_params(lambda _, array: array, others, like)
+        unblocked = tuple(info for info in _base_infos(run) if info not in in_blocks)
+        params = map_params(lambda _, array: array, unblocked, like)
         params = checkpoints.restore_part(step, {"params": params}, whole=False)["params"]
         for info in in_blocks:
             blocks = at_path(like, info.path)
@@ -213,12 +217,13 @@ def check_base(run: Run, saved: jax.Array, found: np.ndarray) -> None:
       UserError: names both hashes.
     """
     assert run.adapter is not None
-    there, here = hex_of(np.asarray(saved)), hex_of(found)
-    if there != here:
-        place = "drawn from seed" if run.adapter.base is None else f"adapter.base={run.adapter.base}"
+    saved_hash, base_hash = hex_of(np.asarray(saved)), hex_of(found)
+    if saved_hash != base_hash:
+        base_text = "drawn from seed" if run.adapter.base is None else f"adapter.base={run.adapter.base}"
         raise UserError(
-            f"the adapter was trained on a base with hash {there}, and {place} has hash {here}. Name the "
-            "checkpoint that it was trained on, as adapter.base=WORKDIR/checkpoints/STEP."
+            f"the adapter was trained on a base with hash {saved_hash}, and {base_text} has hash "
+            f"{base_hash}. Name the checkpoint that it was trained on, as "
+            "adapter.base=WORKDIR/checkpoints/STEP."
         )
 
 

@@ -178,8 +178,9 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
         way_out = f"by its class (--set {path}=NAME, of {', '.join(kinds)})"
         way_out = way_out if len(kinds) > 1 else "with a fiddler (--with)"
         raise UserError(
-            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one "
-            f"of its fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it {way_out}."
+            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set "
+            f"one of its fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it "
+            f"{way_out}."
         )
     if (kind := _named_component(annotation)) is not None:
         setattr(owner, last, _components(path, literal, kind))

@@ -14,8 +14,9 @@ _LEAST_TOKEN_BYTES = 16
 class WeightStreamSpec:
     """Weights sent to readers while a run trains, by the names of Hugging Face files.
 
-    to: a folder, in the workdir if it is relative, that gets a model directory `step-00000100` each time, and then
-      its name in the file `latest`; or tcp://HOST:PORT, where a `jtrain.hf.weight_link.WeightReader` listens.
+    to: a folder, in the workdir if it is relative, that gets a model directory `step-00000100` each time, and
+      then its name in the file `latest`; or tcp://HOST:PORT, where a `jtrain.hf.weight_link.WeightReader`
+      listens.
     every_steps: steps between two sets of weights; those of the last step are sent as well.
     keep_last: folders that are kept; the disk holds one more while that is written.
     dtype: of the weights; None for that of an export.
@@ -37,16 +38,16 @@ class WeightStreamSpec:
         if "://" not in self.to:
             if not self.to or self.token_file is not None:
                 raise UserError(
-                    f"weight_stream.to={self.to!r} with weight_stream.token_file={self.token_file!r}: weights go to a "
-                    "folder, which needs no token, or to tcp://HOST:PORT with one. Set weight_stream.to=weights and "
-                    "weight_stream.token_file=None."
+                    f"weight_stream.to={self.to!r} with weight_stream.token_file={self.token_file!r}: "
+                    "weights go to a folder, which needs no token, or to tcp://HOST:PORT with one. Set "
+                    "weight_stream.to=weights and weight_stream.token_file=None."
                 )
             return
         if self.address is None or self.token_file is None:
             raise UserError(
-                f"weight_stream.to={self.to!r} with weight_stream.token_file={self.token_file!r}: a reader is "
-                "tcp://HOST:PORT with a port from 1 to 65535, and knows the run by a token that both read from a file. "
-                "Set both, or weight_stream.to=weights, a folder in the workdir."
+                f"weight_stream.to={self.to!r} with weight_stream.token_file={self.token_file!r}: a reader "
+                "is tcp://HOST:PORT with a port from 1 to 65535, and knows the run by a token that both "
+                "read from a file. Set both, or weight_stream.to=weights, a folder in the workdir."
             )
 
     @property
@@ -73,6 +74,7 @@ def read_token(path: str) -> bytes:
         ) from error
     if len(token) < _LEAST_TOKEN_BYTES:
         raise UserError(
-            f"weight_stream.token_file={path} has {len(token)} bytes, and a secret {_LEAST_TOKEN_BYTES} or more. {make}"
+            f"weight_stream.token_file={path} has {len(token)} bytes, and a secret {_LEAST_TOKEN_BYTES} or "
+            f"more. {make}"
         )
     return token

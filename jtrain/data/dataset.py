@@ -161,9 +161,9 @@ class TextDataset:
         return [
             f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
             f"{len(self.names)} sources ({largest_name}: row groups of up to {largest_bytes:,} bytes of "
-            f"text, and a window of {self.setups[self.names.index(largest_name)].window_bytes:,} bytes): their "
-            "rows are shuffled within one row group at a time, and such groups are kept in memory whole. Set "
-            f"data.shuffle_window_bytes={enough}, or write smaller row groups."
+            f"text, and a window of {self.setups[self.names.index(largest_name)].window_bytes:,} bytes): "
+            "their rows are shuffled within one row group at a time, and such groups are kept in memory "
+            f"whole. Set data.shuffle_window_bytes={enough}, or write smaller row groups."
         ]
 
     def train_batches(

@@ -167,8 +167,8 @@ def unlearned(runs: Runs) -> Int[np.ndarray, "some 2"]:
 
 
 def learned_spans(runs: Runs, length: int) -> list[tuple[int, int]]:
-    """Returns first token and end of each span of `length` tokens that is learned, empty ones too; of a pair those of
-    its better text, which comes first.
+    """Returns first token and end of each span of `length` tokens that is learned, empty ones too; of a pair
+    those of its better text, which comes first.
     """
     end_of_text = border_of(runs) or length
     ignored = unlearned(runs)
@@ -220,8 +220,8 @@ def join_pairs(
     """Returns the lengths of pairs, each two of the texts in turn, and the runs with a mark between the two.
 
     The mark is an empty run [b, b) where the second text begins: it goes with the runs wherever they go, and
-    ignores no target. Example, texts of 3 and 4 tokens whose first two are a prompt: the runs [0, 2) and [3, 5)
-    become [0, 2), [3, 3) and [3, 5).
+    ignores no target. Example, texts of 3 and 4 tokens whose first two are a prompt: the runs [0, 2) and [3,
+    5) become [0, 2), [3, 3) and [3, 5).
     """
     ends = np.cumsum(lengths, dtype=np.int32)
     # A bad record is a pair of empty texts, without a border.
@@ -243,7 +243,8 @@ def number_pairs(
     pieces: Pieces,
     runs: Sequence[Runs],
 ) -> None:
-    """Makes two segments of each piece, which is a pair: pair p of a row has 2 p - 1, the better text, and 2 p.
+    """Makes two segments of each piece, which is a pair: pair p of a row has 2 p - 1, the better text, and 2
+    p.
 
     Args:
       runs: runs of each piece, with the mark of `join_pairs`.
@@ -293,8 +294,8 @@ def weigh_targets(
     for position, piece_runs in zip(first_position.tolist(), runs, strict=True):
         for start, end, millionths in piece_runs.tolist():
             # Token i is the target at i - 1. A piece's first token is nobody's target.
-            places = slice(position + max(start, 1) - 1, position + end - 1)
+            targets = slice(position + max(start, 1) - 1, position + end - 1)
             if millionths == 0:
-                target[places] = IGNORE
+                target[targets] = IGNORE
             if weight is not None:
-                weight[places] = millionths / UNIT
+                weight[targets] = millionths / UNIT

@@ -1,8 +1,9 @@
-"""Log-probabilities of samples by another model, stored beforehand and found by the hash of a sample's tokens.
+"""Log-probabilities of samples by another model, stored beforehand and found by the hash of a sample's
+tokens.
 
-A hash is of the ids and targets of a sample, so it is the same wherever it is packed, and another one for another
-template, tokenizer, mask or record. Of the texts of preference pairs a sum is stored, of what a teacher says the
-most probable tokens after each one that is learned.
+A hash is of the ids and targets of a sample, so it is the same wherever it is packed, and another one for
+another template, tokenizer, mask or record. Of the texts of preference pairs a sum is stored, of what a
+teacher says the most probable tokens after each one that is learned.
 """
 
 import dataclasses
@@ -60,9 +61,9 @@ def refuse_other_records(
     """The error of a sample that is not among the `count` stored ones of `objective.stored`."""
     return UserError(
         f"objective.stored={name!r} is of other records: of its {count:,} samples none has the hash "
-        f"{sample.hash.hex()} of one of this run, which has {sample.end - sample.start} tokens, the first of them "
-        f"{token_BL[sample.row, sample.start :][:8].tolist()}. Records, template, tokenizer and what is learned must "
-        "be those it was made from. Make it again with `jtrain data reference`."
+        f"{sample.hash.hex()} of one of this run, which has {sample.end - sample.start} tokens, the first "
+        f"of them {token_BL[sample.row, sample.start :][:8].tolist()}. Records, template, tokenizer and "
+        "what is learned must be those it was made from. Make it again with `jtrain data reference`."
     )
 
 
@@ -141,7 +142,8 @@ class StoredReferences:
 def spread(total: float, count: int) -> Float32[np.ndarray, " count"]:
     """Returns numbers alike in float32 whose sum is `total` to a few ulp of one of them, and not of the sum.
 
-    Example: 1000.1 nats of 3 tokens are 333.366..., 333.366... and the rest, each a multiple of 1 / 1024 but one.
+    Example: 1000.1 nats of 3 tokens are 333.366..., 333.366... and the rest, each a multiple of 1 / 1024 but
+      one.
     """
     each = np.full(count, round(total / max(count, 1) * _STEPS_PER_NAT) / _STEPS_PER_NAT)
     if count:

@@ -135,8 +135,9 @@ class PackedText:
             self.check_pairs(name, source)
             if source.message_weights and self.prepared is not None:
                 raise UserError(
-                    f"{field_of(name)}.message_weights=True, but data.prepared={self.prepared!r} holds token ids "
-                    f"without weights. Set data.prepared=None, or {field_of(name)}.message_weights=False."
+                    f"{field_of(name)}.message_weights=True, but data.prepared={self.prepared!r} holds "
+                    "token ids without weights. Set data.prepared=None, or "
+                    f"{field_of(name)}.message_weights=False."
                 )
             # An adopted index may hold samples, which is known when it is open.
             if self.prepared is None or source.mask is not None:
@@ -153,18 +154,18 @@ class PackedText:
         if (rejected is not None) != self.has_pairs:
             raise UserError(
                 f"{field}.rejected_field={rejected!r}, and data.sources have "
-                f"{'preference pairs' if self.has_pairs else 'none'}: a run has pairs in all sources or in none. Set "
-                f"{field}.rejected_field, or remove it, or leave the source out."
+                f"{'preference pairs' if self.has_pairs else 'none'}: a run has pairs in all sources or in "
+                f"none. Set {field}.rejected_field, or remove it, or leave the source out."
             )
         if rejected is not None and self.packing == "concat":
             raise UserError(
-                f"{field}.rejected_field={rejected!r} has pairs, which are whole, but data.packing='concat' cuts them "
-                "at row ends. Remove data.packing."
+                f"{field}.rejected_field={rejected!r} has pairs, which are whole, but data.packing='concat' "
+                "cuts them at row ends. Remove data.packing."
             )
         if rejected is not None and self.prepared is not None:
             raise UserError(
-                f"{field}.rejected_field={rejected!r}: an index of prepared tokens holds no preference pairs. Set "
-                "data.prepared=None."
+                f"{field}.rejected_field={rejected!r}: an index of prepared tokens holds no preference "
+                "pairs. Set data.prepared=None."
             )
 
     def check_samples(self, name: str, source: Source, *, has_samples: bool) -> None:

@@ -1,8 +1,10 @@
-"""What a teacher says of the samples of a run, stored in a folder: its most probable tokens after each learned one.
+"""What a teacher says of the samples of a run, stored in a folder: its most probable tokens after each
+learned one.
 
-The folder has parts, each a safetensors file that is written whole: `hash` [samples, 16] bytes, `first` [samples + 1]
-int64, `id` [targets, J] int32 and `logprob` [targets, J + 1] float32, of which targets `first[i]` to `first[i + 1]` - 1
-are of sample i, in order. The last logarithm is of all other tokens together. J = 32 takes 260 bytes per target.
+The folder has parts, each a safetensors file that is written whole: `hash` [samples, 16] bytes, `first`
+[samples + 1] int64, `id` [targets, J] int32 and `logprob` [targets, J + 1] float32, of which targets
+`first[i]` to `first[i + 1]` - 1 are of sample i, in order. The last logarithm is of all other tokens
+together. J = 32 takes 260 bytes per target.
 """
 
 from pathlib import Path
@@ -48,13 +50,15 @@ class StoredTeacher:
         self._parts = [_open_part(part) for part in parts_in(Path(path))]
         if not self._parts:
             raise FileError(
-                f"objective.stored={path!r} has nothing that a teacher said. Make it with `jtrain data reference`."
+                f"objective.stored={path!r} has nothing that a teacher said. Make it with `jtrain data "
+                "reference`."
             )
         kept = int(self._parts[0].metadata["top_k"])
         if top_k > kept:
             raise UserError(
-                f"objective.top_k={top_k}, and objective.stored={path!r} has the {kept} most probable tokens. Set "
-                f"objective.top_k={kept}, or make it again, in another folder, with `jtrain data reference`."
+                f"objective.top_k={top_k}, and objective.stored={path!r} has the {kept} most probable "
+                f"tokens. Set objective.top_k={kept}, or make it again, in another folder, with `jtrain "
+                "data reference`."
             )
         self._places = {
             key: (part, start, end)
@@ -71,14 +75,16 @@ class StoredTeacher:
         *,
         vocab_size: int,
     ) -> tuple[Int32[np.ndarray, "B L J"], Float32[np.ndarray, "B L J+1"]]:
-        """Returns the most probable tokens at the targets of a batch, and their log-probabilities and the others'.
+        """Returns the most probable tokens at the targets of a batch, and their log-probabilities and the
+        others'.
 
         Args:
           order_L: place in the text of each column.
           vocab_size: ids of the model that learns.
 
         Raises:
-          UserError: a sample is not among the stored ones, or the teacher says a token that the model has not.
+          UserError: a sample is not among the stored ones, or the teacher says a token that the model has
+            not.
         """
         inverse_L = np.argsort(order_L)
         token_BL, target_BL, segment_BL = (a[:, inverse_L] for a in (token_BL, target_BL, segment_BL))
@@ -94,8 +100,8 @@ class StoredTeacher:
         if id_BLJ.max(initial=0) >= vocab_size:
             raise UserError(
                 f"objective.stored={self._path!r} has token {id_BLJ.max()}, and the model has ids up to "
-                f"{vocab_size - 1} (model.vocab_size={vocab_size}). Teacher and model need one tokenizer: set "
-                f"model.vocab_size above {id_BLJ.max()}, or take another teacher."
+                f"{vocab_size - 1} (model.vocab_size={vocab_size}). Teacher and model need one tokenizer: "
+                f"set model.vocab_size above {id_BLJ.max()}, or take another teacher."
             )
         return id_BLJ[:, order_L], logprob_BLI[:, order_L]
 
@@ -139,8 +145,8 @@ class TeacherWriter:
             for field, own in self._metadata.items():
                 if (other := part.metadata[field]) != own:
                     raise UserError(
-                        f"--out {path}: {name.name} has {field}={other}, and this one would have {field}={own}. Give "
-                        "another folder, or remove this one."
+                        f"--out {path}: {name.name} has {field}={other}, and this one would have "
+                        f"{field}={own}. Give another folder, or remove this one."
                     )
             self.stored.update(part.hashes)
             self._number = int(name.stem) + 1

@@ -271,8 +271,8 @@ class HFTokenizer:
             part = self._rust.encode(text[start:end], add_special_tokens=False)
             first, inner = sum(map(len, ids)), np.asarray(part.offsets, np.int64).reshape(-1, 2)[:, 0]
             # A border at the end of this part is the first of the next one, or of the text's end.
-            within = [b for b in borders if start <= b < end or b == end == len(text)]
-            positions += [first + int((inner < border - start).sum()) for border in within]
+            inner_borders = [b for b in borders if start <= b < end or b == end == len(text)]
+            positions += [first + int((inner < border - start).sum()) for border in inner_borders]
             ids.append(np.asarray(part.ids, np.int32))
         return np.concatenate(ids), positions
 
@@ -382,8 +382,8 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """Returns the tokenizer called `name`: `bytes`, `bytes_chat` (bytes with marks of chats), or the path of a
-    `tokenizer.json` or of its folder.
+    """Returns the tokenizer called `name`: `bytes`, `bytes_chat` (bytes with marks of chats), or the path of
+    a `tokenizer.json` or of its folder.
 
     Raises:
       UserError: as of `HFTokenizer`, or `end_token` is set for bytes.

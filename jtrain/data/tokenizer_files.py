@@ -6,7 +6,8 @@ BYTES = "bytes"
 """Name of the tokenizer without files."""
 
 BYTES_CHAT = "bytes_chat"
-"""Name of the tokenizer of 256 bytes and three marks of chats that comes with jtrain, with its chat template."""
+"""Name of the tokenizer of 256 bytes and three marks of chats that comes with jtrain, with its chat template.
+"""
 
 
 def folder_of(tokenizer: str) -> Path | None:

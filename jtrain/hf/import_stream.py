@@ -1,7 +1,7 @@
 """Weights of a model directory, written into a checkpoint one tensor at a time.
 
-A chunk of a parameter is filled from the tensors that hold it, checked, hashed and written; memory holds a few
-chunks of 64 MiB, and of a store one tensor for each thread.
+A chunk of a parameter is filled from the tensors that hold it, checked, hashed and written; memory holds a
+few chunks of 64 MiB, and of a store one tensor for each thread.
 """
 
 import concurrent.futures
@@ -81,8 +81,8 @@ def dtype_note(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
         return None
     odd_names = first_few([f"{tensor.name} ({tensor.dtype})" for tensor in odd_tensors], 3)
     return (
-        f"config.json says {config_dtype}, and {len(odd_tensors)} of {len(tensors)} tensors have another dtype: "
-        f"{odd_names}"
+        f"config.json says {config_dtype}, and {len(odd_tensors)} of {len(tensors)} tensors have another "
+        f"dtype: {odd_names}"
     )
 
 
@@ -145,20 +145,20 @@ def _fill(leaf: ImportedLeaf, chunk: StreamedChunk, content: np.ndarray, cache: 
     for index in itertools.product(*stacked):
         tensor, part = leaf.parts[index]
         ours = part.read(_read(tensor, cache))[inner]
-        place = content[tuple(i - a for i, a in zip(index, chunk.start[:depth], strict=True))]
-        bits = place.view(np.dtype(f"uint{8 * place.itemsize}"))
-        if ours.dtype == _BFLOAT16 and place.dtype == np.float32:
+        target = content[tuple(i - a for i, a in zip(index, chunk.start[:depth], strict=True))]
+        bits = target.view(np.dtype(f"uint{8 * target.itemsize}"))
+        if ours.dtype == _BFLOAT16 and target.dtype == np.float32:
             # The upper half of a float32; four times as fast as a conversion number by number.
             np.copyto(bits, ours.view(np.uint16))
             np.left_shift(bits, 16, out=bits)
         else:
-            place[...] = ours
-        value = _largest(place, bits)
+            target[...] = ours
+        value = _largest(target, bits)
         if not np.isfinite(value):
             wrong = int(np.count_nonzero(~np.isfinite(np.asarray(ours, np.float32))))
             raise UserError(
                 f"tensor {tensor.name} in {tensor.file.label} has {wrong} values that are NaN or infinite"
-                + (f" as {place.dtype}" if not wrong else "")
+                + (f" as {target.dtype}" if not wrong else "")
                 + ". Nothing can be trained from it: download or export it again."
             )
         layer = str(index[0] if index else 0)

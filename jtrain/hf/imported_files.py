@@ -1,4 +1,6 @@
-"""Files of a model directory that an import keeps beside its weights; an export changes only what training did."""
+"""Files of a model directory that an import keeps beside its weights; an export changes only what training
+did.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -57,8 +59,8 @@ class ImportedFiles:
     @property
     def dtype(self) -> str | None:
         """Dtype of the directory's weights, if an export can have it."""
-        found = next((self.config[field] for field in _DTYPE_FIELDS if field in self.config), None)
-        return found if found in DTYPES else None
+        dtype_name = next((self.config[field] for field in _DTYPE_FIELDS if field in self.config), None)
+        return dtype_name if dtype_name in DTYPES else None
 
     def family_of(self, model: Transformer) -> Family | None:
         """The directory's family, if a run has still the directory's model."""
@@ -76,7 +78,7 @@ class ImportedFiles:
         """
         if not is_same_model:
             return written | {field: self.config[field] for field in _IDS if field in self.config}
-        kept = {field: value for field, value in self.config.items() if field not in _NOT_KEPT}
-        length = max(written[_LENGTH], kept.get(_LENGTH) or 0)
+        fields = {field: value for field, value in self.config.items() if field not in _NOT_KEPT}
+        length = max(written[_LENGTH], fields.get(_LENGTH) or 0)
         ours = {field: written[field] for field in ("architectures", "torch_dtype")}
-        return kept | ours | {_LENGTH: length}
+        return fields | ours | {_LENGTH: length}

@@ -1,5 +1,5 @@
-"""Mapping between Hugging Face tensors and jtrain parameters: two pure functions that apply a family's table of
-names.
+"""Mapping between Hugging Face tensors and jtrain parameters: two pure functions that apply a family's table
+of names.
 
 Hugging Face stores most linear layers as [outputs, inputs] with heads flattened, one tensor per layer. jtrain
 stores inputs first, with a separate head dimension, layers that repeat stacked, and heads in the half-split
@@ -136,7 +136,7 @@ def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, li
       family: whose names the tensors have; None for the one that describes the model.
     """
     family = family or family_of(model)
-    places = {path: place for place, path in enumerate(family.names)}
+    position_of = {path: position for position, path in enumerate(family.names)}
     tensors: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
     infos = model.param_infos()
     sizes_by_block: dict[str, dict[str, int]] = {}
@@ -164,9 +164,9 @@ def tensors_of(model: Transformer, family: Family | None = None) -> dict[str, li
                 part = Part(info, index, tensor, sizes, rotated)
                 # Ends come before or after the layers, as the table has them.
                 order = (
-                    (1, y, places[path], x or 0)
+                    (1, y, position_of[path], x or 0)
                     if block
-                    else (0 if path.startswith("embed") else 2, 0, places[path], 0)
+                    else (0 if path.startswith("embed") else 2, 0, position_of[path], 0)
                 )
                 tensors.setdefault(tensor.name.format(y=y, x=x), (order, []))[1].append(part)
     return {name: parts for name, (_, parts) in sorted(tensors.items(), key=lambda item: item[1][0])}
@@ -186,11 +186,11 @@ def _block_of(path: str) -> tuple[str, str]:
 def _layer(model: Transformer, block: str, period: int) -> int:
     """Number of a layer from the path of its block, and the period that it is in."""
     head, _, name = block.partition(".")
-    place = int(name.removeprefix("block_") or 0)
+    offset = int(name.removeprefix("block_") or 0)
     if head == "first_layers":
-        return place
+        return offset
     period = model.num_periods if head == "last_layers" else period
-    return len(model.first) + period * len(model.period) + place
+    return len(model.first) + period * len(model.period) + offset
 
 
 def to_hf(

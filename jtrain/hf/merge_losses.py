@@ -19,10 +19,11 @@ UNMERGED = "adapter"
 
 
 def merge_losses(checkpoints: Checkpoints, step: int, run: Run, dtype: str) -> dict[str, float]:
-    """Nats per target of one batch, by name: `UNMERGED`, then each `MergeOnto` with its weights rounded to `dtype`.
+    """Nats per target of one batch, by name: `UNMERGED`, then each `MergeOnto` with its weights rounded to
+    `dtype`.
 
-    The batch is the first one held out, or of training if none is. Products are in float32, so that losses differ
-    by the weights alone. The model is read once for each, onto one device.
+    The batch is the first one held out, or of training if none is. Products are in float32, so that losses
+    differ by the weights alone. The model is read once for each, onto one device.
     """
     batch = _batch(run)
 

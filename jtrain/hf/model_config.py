@@ -133,8 +133,9 @@ def family_of(model: Transformer) -> Family:
     """
     if type(model) is not Transformer:
         raise UserError(
-            f"{type(model).__name__} is a model of your own, and no family of transformers is known to compute the "
-            "same. Give --family: one of them if it does, or path/to/file.py:function for names of your own."
+            f"{type(model).__name__} is a model of your own, and no family of transformers is known to "
+            "compute the same. Give --family: one of them if it does, or path/to/file.py:function for names "
+            "of your own."
         )
     reasons: list[tuple[int, str]] = []
     for family in FAMILIES.values():
@@ -155,8 +156,8 @@ def family_of(model: Transformer) -> Family:
         reasons.append((len(differences), f"{family.model_type}: {differences[0]}"))
     nearest = [text for _, text in sorted(reasons, key=lambda reason: reason[0])][:4]
     raise UserError(
-        "no family of transformers has this model, so no config.json describes it: "
-        f"{'; '.join(nearest)}. Keep the checkpoint, change the model, or give --family with names of your own."
+        f"no family of transformers has this model, so no config.json describes it: {'; '.join(nearest)}. "
+        "Keep the checkpoint, change the model, or give --family with names of your own."
     )
 
 

@@ -1,5 +1,5 @@
-"""Files of a Hugging Face directory, on a disk, in a store or on the Hub: config.json, and tensors that are read
-by byte range, one at a time.
+"""Files of a Hugging Face directory, on a disk, in a store or on the Hub: config.json, and tensors that are
+read by byte range, one at a time.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ class StoredTensor:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __call__(self) -> np.ndarray:
-        """The tensor: from a disk a view of the file, of which the kernel reads what is used; from a store its
-        bytes, and no others.
+        """The tensor: from a disk a view of the file, of which the kernel reads what is used; from a store
+        its bytes, and no others.
         """
         if self.num_bytes == 0:
             return np.empty(self.shape, self.dtype)
@@ -150,7 +150,8 @@ def open_tensors(source: Path | str) -> Iterator[dict[str, StoredTensor]]:
 
 
 def _with_dequantized(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a directory, where pairs `NAME_blocks` and `NAME_scales` are one tensor `NAME` in bfloat16.
+    """The tensors of a directory, where pairs `NAME_blocks` and `NAME_scales` are one tensor `NAME` in
+    bfloat16.
 
     Every number of 4 bits times its scale is a bfloat16, so nothing is rounded.
 
@@ -175,10 +176,10 @@ def _files(source: Path | str) -> dict[str, StoredFile]:
     """The files of a directory by name."""
     if is_remote(source):
         try:
-            found = find_files(f"{source}".rstrip("/"), field="--from")
+            files = find_files(f"{source}".rstrip("/"), field="--from")
         except FileError as error:
             raise _with_hub_advice(source, error) from error
-        return {file.name: file for file in found if "/" not in file.name}
+        return {file.name: file for file in files if "/" not in file.name}
     folder = Path(source)
     paths = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return {path.name: _stored(path) for path in paths}
@@ -195,8 +196,8 @@ def _with_hub_advice(source: object, error: FileError) -> FileError:
         return error
     name = str(source).removeprefix("hf://").partition("@")[0]
     return FileError(
-        f"{error} A gated or private model needs a token: accept its terms at https://huggingface.co/{name}, and "
-        "set HF_TOKEN to a token of that account."
+        f"{error} A gated or private model needs a token: accept its terms at "
+        f"https://huggingface.co/{name}, and set HF_TOKEN to a token of that account."
     )
 
 
@@ -231,7 +232,8 @@ def _header(file: StoredFile) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise UserError(
-                f"tensor {name} has dtype {entry['dtype']}, which cannot be read. Convert the directory first."
+                f"tensor {name} has dtype {entry['dtype']}, which cannot be read. Convert the directory "
+                "first."
             )
         tensor = StoredTensor(
             name,

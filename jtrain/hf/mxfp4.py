@@ -13,8 +13,8 @@ BIAS = 127
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Numbers in bfloat16, [..., groups * 32].
 
-    Example: a byte 0x2A holds the codes 10 (-1.0), which comes first, and 2 (1.0); with a scale of 128 they are
-    -2.0 and 2.0.
+    Example: a byte 0x2A holds the codes 10 (-1.0), which comes first, and 2 (1.0); with a scale of 128 they
+    are -2.0 and 2.0.
 
     Args:
       blocks: uint8 [..., groups, 16], two codes a byte, the lower half first.

@@ -76,13 +76,17 @@ def read_results(folder: Path) -> dict[str, PeerBatch]:
     batches: dict[str, PeerBatch] = {}
     with np.load(folder / "reference.npz") as results:
         for label in sorted({key.partition("/")[0] for key in results}, reverse=True):
-            own = {
+            arrays = {
                 key.removeprefix(f"{label}/"): results[key] for key in results if key.startswith(f"{label}/")
             }
             batches[label] = PeerBatch(
-                {key: value for key, value in own.items() if key.endswith("_BL")},
-                own["logits"],
-                float(own["loss"]),
-                {key.removeprefix("grad/"): value for key, value in own.items() if key.startswith("grad/")},
+                {key: value for key, value in arrays.items() if key.endswith("_BL")},
+                arrays["logits"],
+                float(arrays["loss"]),
+                {
+                    key.removeprefix("grad/"): value
+                    for key, value in arrays.items()
+                    if key.startswith("grad/")
+                },
             )
     return batches

@@ -1,8 +1,9 @@
 """Adapters as folders of peft: adapter_config.json and adapter_model.safetensors.
 
-peft stores A as [R, inputs] and B as [outputs, R], by the name of the module that they stand beside. Experts have a
-module each where the family's files have a tensor for each, and else `target_parameters`; both are read. Any other
-matrix that is a part of a larger tensor, such as gate and up of a dense layer in one, is refused.
+peft stores A as [R, inputs] and B as [outputs, R], by the name of the module that they stand beside. Experts
+have a module each where the family's files have a tensor for each, and else `target_parameters`; both are
+read. Any other matrix that is a part of a larger tensor, such as gate and up of a dense layer in one, is
+refused.
 """
 
 import json
@@ -28,7 +29,8 @@ from jtrain.runtime.atomic_io import replacing
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PLAIN: dict[str, Any] = dict(bias="none", fan_in_fan_out=False, use_dora=False, modules_to_save=None)
-"""Fields of adapter_config.json that change what an adapter is, and the values without which it is no `LoRA`."""
+"""Fields of adapter_config.json that change what an adapter is, and the values without which it is no `LoRA`.
+"""
 
 
 def write_adapter(
@@ -54,8 +56,8 @@ def write_adapter(
     check_empty(folder)
     if adapter.train:
         raise UserError(
-            f"adapter.train={adapter.train} trains whole parameters, which no folder of peft holds beside A and B. "
-            "Export the merged model: leave out --adapter."
+            f"adapter.train={adapter.train} trains whole parameters, which no folder of peft holds beside A "
+            "and B. Export the merged model: leave out --adapter."
         )
     targets = adapter_tensors(model, adapter, family, joins_experts=False)
     tensors = filled_tensors(params, targets, dtype=dtype)
@@ -115,8 +117,8 @@ def read_adapter(folder: Path, model: Transformer, adapter: LoRA, *, family: Fam
     wrong += ["layer_replication is set"] * bool(config.get("layer_replication"))
     if wrong:
         raise UserError(
-            f"{folder / CONFIG} is of another adapter than adapter=LoRA(...): {'; '.join(wrong)}. Set the fields of "
-            "adapter to what is there, or give another folder."
+            f"{folder / CONFIG} is of another adapter than adapter=LoRA(...): {'; '.join(wrong)}. Set the "
+            "fields of adapter to what is there, or give another folder."
         )
     tensors = load_file(folder / WEIGHTS)
     targets = _matching(tensors, model, adapter, family, joins_experts=bool(config.get("target_parameters")))
@@ -156,8 +158,8 @@ def _matching(
 
 def _scales(targets: Mapping[str, AdapterTensor], adapter: LoRA) -> dict[str, Any]:
     """Fields of the scale, the same for all targets: alphas, and ranks other than the adapter's."""
-    # peft joins experts for transformers 5 with twice the rank and twice the alpha, which is the same scale by
-    # alpha / rank alone.
+    # peft joins experts for transformers 5 with twice the rank and twice the alpha, which is the same scale
+    # by alpha / rank alone.
     has_experts = any(part.info.is_experts for target in targets.values() for part in target.parts)
     has_root = adapter.rslora and not has_experts
     alpha = adapter.alpha if has_root == adapter.rslora else adapter.scale * adapter.rank
@@ -178,7 +180,8 @@ def _check_scale(folder: Path, config: Mapping[str, Any], target: AdapterTensor,
     if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
         raise UserError(
             f"{folder / CONFIG} scales the adapter of {target.target} by {scale:g} (alpha {alpha:g}, rank "
-            f"{target.rank}), adapter=LoRA(...) all by {adapter.scale:g}. Give a folder whose adapters have one scale."
+            f"{target.rank}), adapter=LoRA(...) all by {adapter.scale:g}. Give a folder whose adapters have "
+            "one scale."
         )
 
 

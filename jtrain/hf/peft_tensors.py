@@ -1,13 +1,15 @@
 """Tensors of an adapter in a folder of peft: their names, and the part of A or B that each holds.
 
-peft has an adapter for a module, or for a parameter of one (`target_parameters`): so it adapts the experts of one
-layer that are one tensor. Of X experts, with rank R, A is [X R, inputs] and B [outputs, R X]. Several such parameters
-of a module wrap it one after another: the last one's name is the module's, that of one before has `.base_layer` more.
+peft has an adapter for a module, or for a parameter of one (`target_parameters`): so it adapts the experts of
+one layer that are one tensor. Of X experts, with rank R, A is [X R, inputs] and B [outputs, R X]. Several
+such parameters of a module wrap it one after another: the last one's name is the module's, that of one before
+has `.base_layer` more.
 
-A tensor of gate and up together has one A for both. Two of ours become one of rank 2 R: A has the rows of gate and
-then those of up, and B is zero where the outputs of one would meet the rows of the other.
+A tensor of gate and up together has one A for both. Two of ours become one of rank 2 R: A has the rows of
+gate and then those of up, and B is zero where the outputs of one would meet the rows of the other.
 
-Example: X = 8 experts, R = 4, D = 32 inputs, F = 16: `gate_up_proj` of a layer has A [8 * 8, 32] and B [32, 8 * 8].
+Example: X = 8 experts, R = 4, D = 32 inputs, F = 16: `gate_up_proj` of a layer has A [8 * 8, 32] and B [32, 8
+  * 8].
 """
 
 import dataclasses
@@ -27,8 +29,8 @@ PREFIX = "base_model.model."
 SUFFIX = ".weight"
 _EXPERT = ".{x}."
 _TRANSPOSED = ("gpt_oss",)
-"""Families whose experts transformers marks as `is_transposed`: [inputs, outputs]. Of Llama 4's, which are not marked,
-peft takes the outputs for inputs, and multiplies the same."""
+"""Families whose experts transformers marks as `is_transposed`: [inputs, outputs]. Of Llama 4's, which are
+not marked, peft takes the outputs for inputs, and multiplies the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +67,8 @@ class AdapterTensor:
             part.write(matrix, held)
         if not np.array_equal(held, theirs):
             raise UserError(
-                f"{name} mixes the rows of A of gate and up, which are two adapters here. Use one that peft made of an "
-                "adapter for each, or one of rank adapter.rank for both."
+                f"{name} mixes the rows of A of gate and up, which are two adapters here. Use one that peft "
+                "made of an adapter for each, or one of rank adapter.rank for both."
             )
         return matrices
 
@@ -78,7 +80,8 @@ def adapter_tensors(
 
     Args:
       family: whose names the modules have; None for the one that describes the model.
-      joins_experts: True if experts with a tensor each in the family's files are one, as in memory of transformers 5.
+      joins_experts: True if experts with a tensor each in the family's files are one, as in memory of
+        transformers 5.
       shares_a: True if gate and up of one tensor have the same A, of the adapter's rank.
 
     Raises:
@@ -114,10 +117,10 @@ def adapter_tensors(
         for depth, (parameter, parts) in enumerate(reversed(parameters.items())):
             prefix = f"{PREFIX}{module}{'.base_layer' * depth}"
             shares = 1 if shares_a else len(parts)
-            for place, letter in enumerate("AB"):
+            for side, letter in enumerate("AB"):
                 stack = [
                     _of_stack(
-                        part, pairs[part.info.path], place, adapter.rank, shares, inputs_first=is_transposed
+                        part, pairs[part.info.path], side, adapter.rank, shares, inputs_first=is_transposed
                     )
                     for part in parts
                 ]
@@ -134,15 +137,15 @@ def _of_module(
     groups = part.tensor.dims.split()
     if not is_alone or len(groups) != 2 or not name.endswith(SUFFIX) or not all(map(str.isalpha, groups)):
         raise UserError(
-            f"adapter.targets names {part.info.path}, which is a part of the tensor {name}: peft has no module "
-            "for it alone. Export the merged model: leave out --adapter."
+            f"adapter.targets names {part.info.path}, which is a part of the tensor {name}: peft has no "
+            "module for it alone. Export the merged model: leave out --adapter."
         )
     module, tensors = name.removesuffix(SUFFIX), dict[str, AdapterTensor]()
     # Theirs are [outputs, inputs].
     for letter, info, dims in zip("AB", pair, (f"R {groups[1]}", f"{groups[0]} R"), strict=True):
         tensor = dataclasses.replace(part.tensor, dims=dims)
-        own = Part(info, part.index, tensor, {**part.sizes, "R": rank}, part.rotated)
-        tensors[f"{PREFIX}{module}.lora_{letter}{SUFFIX}"] = AdapterTensor(module, False, rank, [own])
+        pair_part = Part(info, part.index, tensor, {**part.sizes, "R": rank}, part.rotated)
+        tensors[f"{PREFIX}{module}.lora_{letter}{SUFFIX}"] = AdapterTensor(module, False, rank, [pair_part])
     return tensors
 
 
@@ -152,7 +155,9 @@ def _parameter_of(part: Part) -> str:
 
 
 def _joined(name: str, part: Part) -> tuple[str, str, Part]:
-    """Module and parameter of all experts of a layer, of the first expert's tensor, and what of it holds ours."""
+    """Module and parameter of all experts of a layer, of the first expert's tensor, and what of it holds
+    ours.
+    """
     # Files of Mixtral and MiniMax keep a name that memory of transformers 5 has no more.
     module = name.rpartition(".0.")[0].replace(".block_sparse_moe.", ".mlp.")
     parameter = _parameter_of(part)
@@ -177,7 +182,8 @@ def _of_stack(
     """
     first, second = part.tensor.dims.split()[1:]
     group = (first, second) if inputs_first else (second, first)
-    # What A contracts is the first of a matrix's two dimensions. Where peft takes outputs for inputs its A is our B.
+    # What A contracts is the first of a matrix's two dimensions. Where peft takes outputs for inputs its A is
+    # our B.
     inputs = part.info.dims.removeprefix("Y").removeprefix("X")[0]
     info = pair[0 if inputs in group[place] else 1]
     counted = f"{shares}R" if shares > 1 else "R"
@@ -191,7 +197,7 @@ def target_names(
 ) -> dict[str, Any]:
     """Fields of adapter_config.json that say which modules and parameters have an adapter."""
     modules = {tensor.target for tensor in tensors.values() if not tensor.is_parameter}
-    others = {
+    base_words = {
         name.removesuffix(SUFFIX).rpartition(".")[2]
         for name in tensors_of(model, family)
         if name.removesuffix(SUFFIX) not in modules
@@ -200,7 +206,7 @@ def target_names(
     words = {name: name.rpartition(".")[2] for name in modules}
     parameters = {below_layer(tensor.target) for tensor in tensors.values() if tensor.is_parameter}
     return {
-        "target_modules": sorted({name if word in others else word for name, word in words.items()}),
+        "target_modules": sorted({name if word in base_words else word for name, word in words.items()}),
         "target_parameters": sorted(parameters) or None,
     }
 
@@ -208,5 +214,5 @@ def target_names(
 def below_layer(name: str) -> str:
     """The name of a parameter below its layer's number, which is the same for all layers."""
     words = name.split(".")
-    number = max((place for place, word in enumerate(words) if word.isdigit()), default=-1)
+    number = max((position for position, word in enumerate(words) if word.isdigit()), default=-1)
     return ".".join(words[number + 1 :])

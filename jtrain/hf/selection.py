@@ -1,5 +1,5 @@
-"""Choice of the part of a config.json that is read, and of the family that reads it: the one that it names, or
-one that the user names.
+"""Choice of the part of a config.json that is read, and of the family that reads it: the one that it names,
+or one that the user names.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def select(
         raise UserError(f"--as {family_name}: no such family. {hint}There are: {', '.join(FAMILIES)}.")
     if model_type in FAMILIES and model_type != family_name:
         raise UserError(
-            f"--as {family_name}: model_type={model_type!r} has a family of its own, which may have layers that "
-            "config.json has no field for. Leave --as out."
+            f"--as {family_name}: model_type={model_type!r} has a family of its own, which may have layers "
+            "that config.json has no field for. Leave --as out."
         )
     family = FAMILIES[family_name]
     trial = _Trial.of(chosen, family)
@@ -99,14 +99,15 @@ def _part(config: Mapping[str, Any], part: str | None) -> dict[str, Any]:
     if part is None:
         if isinstance(text := config.get(TEXT), Mapping):
             raise UserError(
-                f"config.json: model_type={config.get('model_type')!r} is more than a model of text. Its text "
-                f"part is {TEXT}, of model_type={text.get('model_type')!r}: add `--part {TEXT}` to the command."
+                f"config.json: model_type={config.get('model_type')!r} is more than a model of text. Its "
+                f"text part is {TEXT}, of model_type={text.get('model_type')!r}: add `--part {TEXT}` to the "
+                "command."
             )
         return dict(config)
     parts = [key for key, value in config.items() if key == TEXT and isinstance(value, Mapping)]
     if part not in parts:
-        there = f"Only {TEXT} can be read." if parts else "Leave --part out: this config has no parts."
-        raise UserError(f"--part {part}: no such part of config.json. {there}")
+        way_out = f"Only {TEXT} can be read." if parts else "Leave --part out: this config has no parts."
+        raise UserError(f"--part {part}: no such part of config.json. {way_out}")
     chosen = dict(config[part])
     for key in ("tie_word_embeddings", "quantization_config"):
         # Where both are given, the head of the whole model is tied as the whole config says.
@@ -126,8 +127,8 @@ def _unknown(config: dict[str, Any]) -> UserError:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in LACKING:
         return UserError(
-            f"config.json: model_type={model_type!r} needs {LACKING[model_type]}, which jtrain does not have. "
-            f"Families that it has: {', '.join(FAMILIES)}."
+            f"config.json: model_type={model_type!r} needs {LACKING[model_type]}, which jtrain does not "
+            f"have. Families that it has: {', '.join(FAMILIES)}."
         )
     trials = [_Trial.of(config, family) for family in FAMILIES.values()]
     # A similar name tells more than the order of the families, of which the first are the plainest.
@@ -137,11 +138,12 @@ def _unknown(config: dict[str, Any]) -> UserError:
         key=lambda trial: (bool(trial.error), len(trial.unread), order.index(trial.family.model_type))
     )
     if fitting := [trial.family.model_type for trial in trials if trial.fits]:
-        others = f" (then {first_few(fitting[1:], 4)})" if fitting[1:] else ""
+        runners_up = f" (then {first_few(fitting[1:], 4)})" if fitting[1:] else ""
         return UserError(
-            f"config.json: no family of model_type={model_type!r}. All its fields are known, and {fitting[0]} is "
-            f"nearest{others}: `--as {fitting[0]}` reads it so. A layer that has no field shows only in the names "
-            "of the weights, which an import compares, and in `jtrain hf prove`."
+            f"config.json: no family of model_type={model_type!r}. All its fields are known, and "
+            f"{fitting[0]} is nearest{runners_up}: `--as {fitting[0]}` reads it so. A layer that has no "
+            "field shows only in the names of the weights, which an import compares, and in `jtrain hf "
+            "prove`."
         )
     nearest = trials[0]
     return UserError(

@@ -1,7 +1,7 @@
 """Weights of a run that trains, in a folder: a model directory for each step, and the name of the newest.
 
-The folder is of one run, whose workdir its file `owner` names: a run removes older directories, and two runs would
-remove each other's.
+The folder is of one run, whose workdir its file `owner` names: a run removes older directories, and two runs
+would remove each other's.
 """
 
 import os
@@ -44,11 +44,11 @@ def check_owner(folder: Path, workdir: Path) -> None:
             f"({error.strerror}). Set weight_stream.to=weights, a folder in the workdir."
         ) from error
     if name != _owner_name(folder, workdir):
-        other = name if "://" in name else (folder / name).resolve()
+        other_workdir = name if "://" in name else (folder / name).resolve()
         raise UserError(
-            f"weight_stream.to={folder} holds the weights of another run, --workdir {other}, and each run removes all "
-            f"but its newest. Set weight_stream.to=weights, a folder in the workdir. Delete {owner} where that run is "
-            "this one and was moved."
+            f"weight_stream.to={folder} holds the weights of another run, --workdir {other_workdir}, and "
+            "each run removes all but its newest. Set weight_stream.to=weights, a folder in the workdir. "
+            f"Delete {owner} where that run is this one and was moved."
         )
 
 
@@ -57,8 +57,8 @@ def write_step(
 ) -> Path:
     """Writes the directory of a step, points `latest` at it, and removes all but the newest `keep_last`.
 
-    During the write the disk holds `keep_last` + 1 sets. Directories of later steps are of a run that went back, and
-    of an earlier attempt that was killed; they go first. What the run has not written stays.
+    During the write the disk holds `keep_last` + 1 sets. Directories of later steps are of a run that went
+    back, and of an earlier attempt that was killed; they go first. What the run has not written stays.
 
     Args:
       write: writes the directory, whole or not at all.
@@ -74,7 +74,8 @@ def write_step(
     latest = folder / LATEST
     written = _written(folder)
     earlier = [directory for directory in written if not directory.suffix and directory.name < path.name]
-    # Before any directory is removed: a reader that follows the name finds all files, also if the write fails.
+    # Before any directory is removed: a reader that follows the name finds all files, also if the write
+    # fails.
     if latest.exists() and latest.read_text().strip() not in {directory.name for directory in earlier}:
         if earlier:
             write_whole(latest, earlier[-1].name + "\n")

@@ -3,8 +3,8 @@
     run -> reader   weights (step, number of tensors), then each tensor: name, dtype, shape, and its bytes
     reader -> run   taken
 
-Each frame has the deadline of a link, 5 s: a reader that takes nothing for so long is given up, and the next weights
-are sent to it anew.
+Each frame has the deadline of a link, 5 s: a reader that takes nothing for so long is given up, and the next
+weights are sent to it anew.
 """
 
 import contextlib
@@ -70,9 +70,9 @@ class WeightReader:
         for step, tensors in reader:
             ...
 
-    Tensors are arrays by their names in Hugging Face files. While a set is worked on no other is taken: the run
-    leaves out what comes meanwhile, and goes on. A set that broke off, and a stranger's call, yield nothing.
-    An iteration raises OSError where no call can be accepted, as with too many open files.
+    Tensors are arrays by their names in Hugging Face files. While a set is worked on no other is taken: the
+    run leaves out what comes meanwhile, and goes on. A set that broke off, and a stranger's call, yield
+    nothing. An iteration raises OSError where no call can be accepted, as with too many open files.
 
     Args:
       address: host and port to listen at; port 0 for a free one.

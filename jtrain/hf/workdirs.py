@@ -63,7 +63,8 @@ def export(
 
     Args:
       step: None for the newest.
-      dtype: of the weights; None for that of the directory that the run began with, or of `precision.param_dtype`.
+      dtype: of the weights; None for that of the directory that the run began with, or of
+        `precision.param_dtype`.
       family_name: a `model_type`, or `path/to/file.py:function` of one that returns a `Family`; None for the
         family that describes the model.
       only_adapter: writes A and B of its adapter as a folder of peft instead.
@@ -86,8 +87,8 @@ def export(
                     names = _export_adapter(checkpoints, newest, run, out, dtype or "float32", family)
                     print(f"the adapter of step {newest} of {workdir} -> {out}: {', '.join(names)}")
                     return
-                beside = FilesBeside.of(run, workdir_path(workdir), dtype=dtype, family=family)
-                dtype = beside.dtype
+                other_files = FilesBeside.of(run, workdir_path(workdir), dtype=dtype, family=family)
+                dtype = other_files.dtype
                 # In the output dtype: rounding later would hold the weights in two dtypes at once.
                 params = read_params(checkpoints, newest, run, functools.partial(_constant, dtype), onto=onto)
                 losses = merge_losses(checkpoints, newest, run, dtype) if with_losses and run.adapter else {}
@@ -96,7 +97,7 @@ def export(
                 # A run that goes on deletes its older checkpoints: then there is a newer one.
                 if step is not None or checkpoints.latest_step() == newest:
                     raise
-    files = beside.write_with(jax.tree.map(np.asarray, params), out)  # no copy on a CPU
+    files = other_files.write_with(jax.tree.map(np.asarray, params), out)  # no copy on a CPU
     print(f"step {newest} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
     print(f"  {', '.join(files)}")
     if run.adapter is not None:
@@ -106,12 +107,16 @@ def export(
 def _record_merge(out: Path, adapter: LoRA, onto: MergeOnto, losses: dict[str, float]) -> None:
     """Says, on the terminal and in merge.json, what an adapter was merged into."""
     in_blocks = adapter.base_dtype in CODES_PER_BYTE
-    before = f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these weights"
+    unrounded_base = (
+        f"the base as it was before it was in {adapter.base_dtype} blocks: the adapter never saw these "
+        "weights"
+    )
     trained_base = f"the base in {adapter.base_dtype} blocks, dequantised" if in_blocks else "the frozen base"
-    print(f"  merged onto {before if in_blocks and onto == 'base' else trained_base}")
+    print(f"  merged onto {unrounded_base if in_blocks and onto == 'base' else trained_base}")
     for name, loss in losses.items():
         print(
-            f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per target"
+            f"  loss {'of the adapter' if name == UNMERGED else f'merged onto {name}'}: {loss:.6g} nats per "
+            "target"
         )
     record = {"onto": onto, "base_dtype": adapter.base_dtype, "base": adapter.base, "scale": adapter.scale}
     record |= {"losses_nats": losses} if losses else {}
@@ -192,8 +197,8 @@ def import_directory(
     run = build_run(run_config)
     if run.adapter is not None:
         raise UserError(
-            f"--config={config} has adapter=LoRA(...), whose base is a workdir of its own. Import with the same config "
-            f"and `--set adapter=None`, and train with `--set adapter.base={workdir}`."
+            f"--config={config} has adapter=LoRA(...), whose base is a workdir of its own. Import with the "
+            f"same config and `--set adapter=None`, and train with `--set adapter.base={workdir}`."
         )
     if lines := model_differences(theirs, run.model):
         difference_lines = "".join(f"\n  {line}" for line in lines)
@@ -201,8 +206,8 @@ def import_directory(
             ["jtrain", "hf", "config", "--from", source, "--base", config, "--out", "model.py"]
         )
         raise UserError(
-            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set, or write a "
-            f"config that has its model: `{command}`, and give --config=model.py:{FUNCTION}."
+            f"{source} is not the model of --config={config}:{difference_lines}\nSet these fields by --set, "
+            f"or write a config that has its model: `{command}`, and give --config=model.py:{FUNCTION}."
         )
     # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)
@@ -210,8 +215,8 @@ def import_directory(
     config_text = tree.flat(run_config)
     with open_tensors(source) as tensors:
         if part is not None:
-            tensors, others = text_tensors(tensors)
-            print(f"{source}: {others} tensors are of other parts than {part}, and left out")
+            tensors, num_left_out = text_tensors(tensors)
+            print(f"{source}: {num_left_out} tensors are of other parts than {part}, and left out")
         if note := dtype_note(tensors, their_config):
             print(f"{source}: {note}; all become {run.precision.param_dtype}")
         identity = "\0".join([source, config_text, repr(sorted(map(repr, tensors.items())))])

@@ -60,8 +60,8 @@ def check_adapter(
         )
     if dropout is not None and spec.mlp_chunk is not None:
         raise UserError(
-            f"adapter.dropout={dropout.rate} with layout.mlp_chunk={spec.mlp_chunk}: masks are of all positions of a "
-            "device. Set adapter.dropout=0.0, or layout.mlp_chunk=None."
+            f"adapter.dropout={dropout.rate} with layout.mlp_chunk={spec.mlp_chunk}: masks are of all "
+            "positions of a device. Set adapter.dropout=0.0, or layout.mlp_chunk=None."
         )
     if spec.tensor_overlap:
         raise UserError(
@@ -99,8 +99,8 @@ def check_blocks(info: ParamInfo, partition: PartitionSpec, mesh: MeshSpec, on_h
     field = f"adapter.base_dtype={info.dtype}"
     if info.path in on_host:
         raise UserError(
-            f"layout.offload.params with {field}: blocks stay in device memory. Set layout.offload.params=none, or "
-            "adapter.base_dtype=bfloat16."
+            f"layout.offload.params with {field}: blocks stay in device memory. Set "
+            "layout.offload.params=none, or adapter.base_dtype=bfloat16."
         )
     lead = len(info.dims) - len(info.dims.removeprefix("Y").removeprefix("X"))
     ins = slice(lead, lead + info.num_inputs)
@@ -111,16 +111,16 @@ def check_blocks(info: ParamInfo, partition: PartitionSpec, mesh: MeshSpec, on_h
         count = " x ".join(map(str, sizes))
         if lengths is sizes:
             raise UserError(
-                f"{field}: {info.path} has {count} inputs ({info.dims[ins]}), which blocks of {BLOCK} do not divide. "
-                "Set adapter.base_dtype=bfloat16."
+                f"{field}: {info.path} has {count} inputs ({info.dims[ins]}), which blocks of {BLOCK} do "
+                "not divide. Set adapter.base_dtype=bfloat16."
             )
         axes = " and ".join(
             name for entry in partition[ins] for name in axis_names(entry) if mesh.shape[name] > 1
         )
         raise UserError(
-            f"{field}: a device has {math.prod(local)} of {count} inputs ({info.dims[ins]}) of {info.path}, which "
-            f"blocks of {BLOCK} do not divide. Use fewer devices along {axes}, or "
-            "set adapter.base_dtype=bfloat16."
+            f"{field}: a device has {math.prod(local)} of {count} inputs ({info.dims[ins]}) of {info.path}, "
+            f"which blocks of {BLOCK} do not divide. Use fewer devices along {axes}, or set "
+            "adapter.base_dtype=bfloat16."
         )
 
 
@@ -128,8 +128,8 @@ def check_mlp_chunk(spec: LayoutSpec, precision: PrecisionSpec) -> None:
     """Refuses chunks of positions where one scale is of all positions."""
     if precision.matmul_dtype != "compute":
         raise UserError(
-            f"layout.mlp_chunk={spec.mlp_chunk} with precision.matmul_dtype={precision.matmul_dtype}: 8-bit matmuls "
-            "have one scale for all positions. Set layout.mlp_chunk=None."
+            f"layout.mlp_chunk={spec.mlp_chunk} with precision.matmul_dtype={precision.matmul_dtype}: 8-bit "
+            "matmuls have one scale for all positions. Set layout.mlp_chunk=None."
         )
 
 

@@ -45,8 +45,8 @@ class Batch:
     `reference_BL`, float32, is what a reference says of them (`DPO`): the nats of each target, or those of a
     whole text at its first token.
 
-    `soft` is what a teacher says of the token after each one (`SoftTargets`, [B, L, J] and [B, L, J + 1]), of which a
-    share of the loss is the divergence (`Distillation`).
+    `soft` is what a teacher says of the token after each one (`SoftTargets`, [B, L, J] and [B, L, J + 1]), of
+    which a share of the loss is the divergence (`Distillation`).
 
     `dropout_BL`, uint32, are random bits of each token for the dropout of adapters; a train step sets them.
     """
@@ -88,8 +88,8 @@ class ParamInfo:
     from the seed and `path` alone. `top_k` is the number of experts that serve a token, in a stack of experts
     (leading `X`); it is 0 in other parameters.
 
-    `frozen` is True for what no step changes: it has no gradient and no optimizer state, and is kept in `dtype`;
-    None is `precision.param_dtype`.
+    `frozen` is True for what no step changes: it has no gradient and no optimizer state, and is kept in
+    `dtype`; None is `precision.param_dtype`.
 
     `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
     holds layer y. Random numbers depend on the logical layer.
@@ -149,8 +149,8 @@ class ParamInfo:
 
     @property
     def num_inputs(self) -> int:
-        """Dimensions of one layer's matrix, behind those of experts, that x is contracted over: the first, if it is
-        the model's width D, a latent or a rank, else all but the last.
+        """Dimensions of one layer's matrix, behind those of experts, that x is contracted over: the first, if
+        it is the model's width D, a latent or a rank, else all but the last.
         """
         dims = self.dims.removeprefix("Y").removeprefix("X")
         return 1 if dims[0] in "DQCR" else len(dims) - 1

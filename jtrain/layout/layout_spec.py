@@ -25,9 +25,9 @@ class LayoutSpec:
     sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
       collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
       together.
-    mlp_chunk: positions of each sequence on a device whose hidden units of a dense feed-forward layer exist at a
-      time, in both passes; None for all. Long sequences then need memory for their residual stream and attention
-      alone.
+    mlp_chunk: positions of each sequence on a device whose hidden units of a dense feed-forward layer exist
+      at a time, in both passes; None for all. Long sequences then need memory for their residual stream and
+      attention alone.
     offload: arrays kept in host memory.
     context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
       scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
@@ -87,15 +87,15 @@ class LayoutSpec:
         if self.remat == "none" or saved:
             remat = f"layout.remat_save={self.remat_save!r}" if saved else "layout.remat=none"
             raise UserError(
-                f"{field} with {remat}, which saves the hidden units of all positions. Set layout.remat=full, or "
-                "layout.mlp_chunk=None."
+                f"{field} with {remat}, which saves the hidden units of all positions. Set "
+                "layout.remat=full, or layout.mlp_chunk=None."
             )
         if self.sequence_groups > 1 or self.tensor_overlap:
-            other = "tensor_overlap=False" if self.tensor_overlap else "sequence_groups=1"
-            name = other.partition("=")[0]
+            way_out = "tensor_overlap=False" if self.tensor_overlap else "sequence_groups=1"
+            name = way_out.partition("=")[0]
             raise UserError(
-                f"{field} with layout.{name}={getattr(self, name)}: a layer in chunks does not hide its collectives "
-                f"over `tensor`. Set layout.{other}, or layout.mlp_chunk=None."
+                f"{field} with layout.{name}={getattr(self, name)}: a layer in chunks does not hide its "
+                f"collectives over `tensor`. Set layout.{way_out}, or layout.mlp_chunk=None."
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
@@ -110,8 +110,8 @@ def split_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     computes at least one sequence at a time, however long. A batch that does not split is left to
     `check_batch`, which refuses it.
     """
-    rows, rest = divmod(global_batch, mesh.batch_shards * spec.microbatches)
-    if spec.microbatch_tokens is None or rest:
+    rows, remainder = divmod(global_batch, mesh.batch_shards * spec.microbatches)
+    if spec.microbatch_tokens is None or remainder:
         return spec
     # Between layers a device holds its part of the positions only.
     positions = seq_len // (mesh.context * mesh.tensor)

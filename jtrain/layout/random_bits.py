@@ -1,4 +1,6 @@
-"""Random bits as a hash of where they are used: no generator state, so every layout and every resume draws the same."""
+"""Random bits as a hash of where they are used: no generator state, so every layout and every resume draws
+the same.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array

@@ -80,7 +80,8 @@ class AttentionSpec(MixerSpec):
             divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
             raise UserError(
                 f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each "
-                f"key head serves the same number of query heads. Set model.num_kv_heads to one of {divisors}."
+                "key head serves the same number of query heads. Set model.num_kv_heads to one of "
+                f"{divisors}."
             )
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UserError(
@@ -155,8 +156,8 @@ class Attention(Mixer):
             case "all":
                 if norm.kind != "rms":
                     raise UserError(
-                        f"qk_norm=all in model.pattern with model.norm.kind={norm.kind}: over all heads there is "
-                        "only the root mean square. Set model.norm.kind=rms, or qk_norm=head."
+                        f"qk_norm=all in model.pattern with model.norm.kind={norm.kind}: over all heads "
+                        "there is only the root mean square. Set model.norm.kind=rms, or qk_norm=head."
                     )
                 self.q_norm = Norm("NH", (num_heads, head_dim), **norm_options)
                 self.k_norm = Norm("KH", (num_kv_heads, head_dim), **norm_options)
@@ -258,7 +259,9 @@ class Attention(Mixer):
     def _in_chunks(
         self, segment_BL: Int[Array, "B L"], chunk_BL: Int[Array, "B L"], context: int
     ) -> Int[Array, "B L"]:
-        """Numbers of the chunks of documents, 0 for padding: chunks see no more of each other than documents do."""
+        """Numbers of the chunks of documents, 0 for padding: chunks see no more of each other than documents
+        do.
+        """
         assert self.spec.chunk_size is not None
         # No document is longer than the row, of which each device along `context` has its part.
         per_document = -(-segment_BL.shape[1] * context // self.spec.chunk_size)

@@ -1,4 +1,6 @@
-"""One layer of a decoder: a mixer of positions and a feed-forward layer, each the branch of a residual stream."""
+"""One layer of a decoder: a mixer of positions and a feed-forward layer, each the branch of a residual
+stream.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -37,8 +39,8 @@ class BlockSpec:
       branches from the same residual stream, each with a norm of its own (GPT-NeoX), `parallel_shared` with
       one norm for both (Cohere).
     residual_scale: multiplies what each branch adds (Granite).
-    stream_scale: True multiplies the residual stream after the layer by a number that is read with the weights and
-      not trained (Gemma 4).
+    stream_scale: True multiplies the residual stream after the layer by a number that is read with the
+      weights and not trained (Gemma 4).
     """
 
     mixer: MixerSpec | None = AttentionSpec()  # noqa: RUF009 - frozen
@@ -56,8 +58,8 @@ class BlockSpec:
         if self.in_parallel and (self.mixer is None or self.feed_forward is None):
             missing = "mixer" if self.mixer is None else "feed_forward"
             raise UserError(
-                f"norms={self.norms} in model.pattern with {missing}=None: one branch has nothing beside it. Set "
-                "norms=before."
+                f"norms={self.norms} in model.pattern with {missing}=None: one branch has nothing beside "
+                "it. Set norms=before."
             )
 
     @property
@@ -70,7 +72,9 @@ _AFTER_MLP = "after", "sandwich", "sandwich_mlp"
 
 
 class Block(nnx.Module):
-    """The layer of a `BlockSpec`: `x + attention(norm(x))`, then `x + mlp(norm(x))`, unless it says otherwise."""
+    """The layer of a `BlockSpec`: `x + attention(norm(x))`, then `x + mlp(norm(x))`, unless it says
+    otherwise.
+    """
 
     def __init__(self, spec: BlockSpec, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> None:
         def branch_norm() -> Norm:
@@ -230,8 +234,9 @@ def check_router_losses(blocks: Sequence[BlockSpec]) -> None:
         values = dict.fromkeys(getattr(router, field) for router in routers)
         if len(values) > 1:
             raise UserError(
-                f"{field}={', '.join(map(str, values))} in the mixtures of model.pattern and model.first: the losses "
-                f"of all layers are added before their coefficient. Set one {field} in all of them."
+                f"{field}={', '.join(map(str, values))} in the mixtures of model.pattern and model.first: "
+                f"the losses of all layers are added before their coefficient. Set one {field} in all of "
+                "them."
             )
 
 
@@ -243,8 +248,8 @@ def check_blocks(blocks: Sequence[BlockSpec], layout: LayoutSpec, mesh: MeshSpec
     """
     if layout.mlp_chunk is not None and not any(isinstance(b.feed_forward, MLPSpec) for b in blocks):
         raise UserError(
-            f"layout.mlp_chunk={layout.mlp_chunk} with a model without a dense feed-forward layer: experts have "
-            "buffers of their own. Set layout.mlp_chunk=None."
+            f"layout.mlp_chunk={layout.mlp_chunk} with a model without a dense feed-forward layer: experts "
+            "have buffers of their own. Set layout.mlp_chunk=None."
         )
     is_ring = mesh.context > 1 and layout.context_attention == "ring"
     for block in dict.fromkeys(blocks):
@@ -256,6 +261,6 @@ def check_blocks(blocks: Sequence[BlockSpec], layout: LayoutSpec, mesh: MeshSpec
         window = next((window for window in windows if window is not None), None)
         if is_ring and window is not None:
             raise UserError(
-                f"layout.context_attention=ring with window={window} in model.pattern: a ring's blocks have no "
-                "distances. Set layout.context_attention=ulysses, or mesh.context=1."
+                f"layout.context_attention=ring with window={window} in model.pattern: a ring's blocks have "
+                "no distances. Set layout.context_attention=ulysses, or mesh.context=1."
             )

@@ -20,8 +20,8 @@ def check_embedding_norm(stage: int) -> None:
     """
     if stage > 1:
         raise UserError(
-            f"model.embedding_norm=True with mesh.stage={stage}: stages add up their parts of the embedding after "
-            "it. Set mesh.stage=1."
+            f"model.embedding_norm=True with mesh.stage={stage}: stages add up their parts of the embedding "
+            "after it. Set mesh.stage=1."
         )
 
 

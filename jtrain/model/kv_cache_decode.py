@@ -194,7 +194,8 @@ def generate_ids(
     end_ids: Collection[int] = (),
     context: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the tokens that follow a prompt in chunks, until one of `end_ids` (yielded last) or `max_tokens`.
+    """Yields the tokens that follow a prompt in chunks, until one of `end_ids` (yielded last) or
+    `max_tokens`.
 
     The tokens depend only on the parameters, the prompt, the sampler and the seed.
 
@@ -230,7 +231,7 @@ def generate_ids(
         )
         # The last chunk draws all its tokens; those beyond max_tokens are cut here.
         ids = np.asarray(tokens_LB)[:remaining, 0].tolist()
-        if ends := [place for place, token in enumerate(ids) if token in end_ids]:
+        if ends := [position for position, token in enumerate(ids) if token in end_ids]:
             yield ids[: ends[0] + 1]
             return
         yield ids

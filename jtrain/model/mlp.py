@@ -23,8 +23,8 @@ type Pointwise = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """Gate `g * sigmoid(alpha * g) * (u + 1)` of clamped g = min(gate, limit) and u = clip(up, -limit, limit), as
-    in gpt-oss (arXiv:2508.10925).
+    """Gate `g * sigmoid(alpha * g) * (u + 1)` of clamped g = min(gate, limit) and u = clip(up, -limit,
+    limit), as in gpt-oss (arXiv:2508.10925).
 
     alpha: steepness of the sigmoid.
     limit: largest size of gate and up that counts.
@@ -44,7 +44,8 @@ type Activation = Pointwise | ClampedSwiGLU | Literal["xielu"]
 
 @dataclasses.dataclass(frozen=True)
 class MLPSpec:
-    """Feed-forward layer `down(act(gate(x)) * up(x))` (arXiv:2002.05202), or without a gate `down(act(up(x)))`.
+    """Feed-forward layer `down(act(gate(x)) * up(x))` (arXiv:2002.05202), or without a gate
+    `down(act(up(x)))`.
 
     d_ff: hidden width F; None takes `model.d_ff`.
     activation: of the gate, or of the only projection without a gate.
@@ -66,13 +67,13 @@ class MLPSpec:
     def __post_init__(self) -> None:
         if self.gated and self.activation == "xielu":
             raise UserError(
-                "feed_forward.activation=xielu is for layers without a gate. Set feed_forward.gated=False, or "
-                "another activation."
+                "feed_forward.activation=xielu is for layers without a gate. Set feed_forward.gated=False, "
+                "or another activation."
             )
         if isinstance(self.activation, ClampedSwiGLU) and not self.gated:
             raise UserError(
-                "feed_forward.activation=ClampedSwiGLU(...) clamps a gate, but feed_forward.gated=False has none. "
-                "Set gated=True, or another activation."
+                "feed_forward.activation=ClampedSwiGLU(...) clamps a gate, but feed_forward.gated=False has "
+                "none. Set gated=True, or another activation."
             )
 
     def module(self, sizes: ModelSizes, *, layers: int) -> "MLP":
@@ -170,9 +171,11 @@ class MLP(nnx.Module):
 def in_chunks(
     mlp: MLP, x_BLD: Float[Array, "B L D"], tensor: TensorAxis, chunk: int | None
 ) -> Float[Array, "B L D"]:
-    """`mlp(x, tensor)` for `chunk` positions of each sequence at a time; the backward pass computes each chunk again.
+    """`mlp(x, tensor)` for `chunk` positions of each sequence at a time; the backward pass computes each
+    chunk again.
 
-    Example: of 10 positions in chunks of 4, two are looped over, and the last 2 positions are computed behind them.
+    Example: of 10 positions in chunks of 4, two are looped over, and the last 2 positions are computed behind
+      them.
 
     Args:
       chunk: None for all positions at once.
@@ -181,9 +184,10 @@ def in_chunks(
         return mlp(x_BLD, tensor)
     definition, weights = nnx.split(mlp)
     batch, length, width = x_BLD.shape
-    num_chunks, rest = divmod(length, chunk)
-    looped_BLD, last_BLD = jnp.split(x_BLD, [length - rest], axis=1)
-    # What the loop sums up are gradients of these, in float32: each chunk's is rounded, as a microbatch's, not the sum.
+    num_chunks, remainder = divmod(length, chunk)
+    looped_BLD, last_BLD = jnp.split(x_BLD, [length - remainder], axis=1)
+    # What the loop sums up are gradients of these, in float32: each chunk's is rounded, as a microbatch's,
+    # not the sum.
     total = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
 
     # Without it the loop would keep the hidden units of all chunks for the backward pass.
@@ -194,7 +198,7 @@ def in_chunks(
     x_ZBcD = jnp.moveaxis(looped_BLD.reshape(batch, num_chunks, chunk, width), 1, 0)
     y_ZBcD = jax.lax.map(one_chunk, x_ZBcD)
     y_BLD = jnp.moveaxis(y_ZBcD, 0, 1).reshape(looped_BLD.shape)
-    return jnp.concatenate([y_BLD, one_chunk(last_BLD)], axis=1) if rest else y_BLD
+    return jnp.concatenate([y_BLD, one_chunk(last_BLD)], axis=1) if remainder else y_BLD
 
 
 @jax.custom_vjp

@@ -236,8 +236,8 @@ class MoE(nnx.Module):
     ) -> Float[Array, "P _"]:
         """Bias of each row's expert at this device's part of F; 0 in rows of no expert.
 
-        Every device holds all biases, so its experts' are cut out. The product with ones and zeros is exact, and
-        its gradient a matmul instead of a scatter, at X / D of the cost of a projection.
+        Every device holds all biases, so its experts' are cut out. The product with ones and zeros is exact,
+        and its gradient a matmul instead of a scatter, at X / D of the cost of a projection.
         """
         experts, columns = group_size_X.shape[0], y_PF.shape[-1]
         if experts != bias_XF.shape[0]:
@@ -258,7 +258,8 @@ class ExpertWeight:
 
     value: the weights that products read.
     trained: the same weights in float32, which JAX differentiates; products do not read them, so XLA drops
-      them. None where there is one use, whose gradient is rounded once anyway, and where there is no gradient.
+      them. None where there is one use, whose gradient is rounded once anyway, and where there is no
+      gradient.
 
     adapter: weights of the two products of low rank beside a frozen one, and their scale; None without.
     """

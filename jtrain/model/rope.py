@@ -59,7 +59,8 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    """Rotates the fastest pairs of a head alone, `share` of them, at the frequencies of the whole head (Gemma 4).
+    """Rotates the fastest pairs of a head alone, `share` of them, at the frequencies of the whole head (Gemma
+    4).
 
     share: share of the pairs that are rotated.
     """

@@ -91,8 +91,9 @@ class MoESpec:
             )
         if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise UserError(
-                f"model.moe.num_groups={self.num_groups} must divide model.moe.num_experts={self.num_experts}, "
-                f"and model.moe.top_groups={self.top_groups} be from 1 to num_groups. Set one of them."
+                f"model.moe.num_groups={self.num_groups} must divide "
+                f"model.moe.num_experts={self.num_experts}, and model.moe.top_groups={self.top_groups} be "
+                "from 1 to num_groups. Set one of them."
             )
         if (
             self.group_score == "best_two"
@@ -110,13 +111,13 @@ class MoESpec:
             )
         if self.weight_input and self.top_k > 1:
             raise UserError(
-                f"model.moe.weight_input=True with model.moe.top_k={self.top_k}: a token's experts would each "
-                "read another input. Set model.moe.top_k=1."
+                f"model.moe.weight_input=True with model.moe.top_k={self.top_k}: a token's experts would "
+                "each read another input. Set model.moe.top_k=1."
             )
         if isinstance(self.activation, ClampedSwiGLU) and not self.gated:
             raise UserError(
-                f"model.moe.activation={self.activation} with model.moe.gated=False: a clamped SwiGLU has a gate. "
-                "Set one of the two."
+                f"model.moe.activation={self.activation} with model.moe.gated=False: a clamped SwiGLU has a "
+                "gate. Set one of the two."
             )
         if self.bias and (self.shared_experts or self.shared_d_ff):
             raise UserError(
@@ -168,8 +169,8 @@ class RouterLosses:
     def mean(
         self, spec: MoESpec, num_routers: int, targets_per_token: Float[Array, ""] | None
     ) -> Float[Array, ""]:
-        """Sum of the losses with their coefficients: a mean over routers, so that a coefficient means the same at
-        any depth.
+        """Sum of the losses with their coefficients: a mean over routers, so that a coefficient means the
+        same at any depth.
 
         Args:
           targets_per_token: targets over tokens that are not padding; the caller divides by the targets.
@@ -197,8 +198,8 @@ def route(
     """
     softmax = spec.score == "softmax"
     score_BLX = jax.nn.softmax(logits_BLX, axis=-1) if softmax else jax.nn.sigmoid(logits_BLX)
-    # The k largest logits, not probabilities: distinct logits may round to equal probabilities. Sums of two best
-    # have another order.
+    # The k largest logits, not probabilities: distinct logits may round to equal probabilities. Sums of two
+    # best have another order.
     sums = spec.top_groups < spec.num_groups and spec.group_score == "best_two"
     by_logits = spec.chosen_by == "logits" or (softmax and bias_X is None and not sums)
     choice_BLX = jax.lax.stop_gradient(logits_BLX if by_logits else score_BLX)
@@ -237,8 +238,8 @@ def route(
 def _count_load(bias_X: Float[Array, " X"], count_X: Int[Array, " X"]) -> Float[Array, ""]:
     """Returns 0; the gradient of the bias is the number of this device's tokens of each expert.
 
-    Gradients are summed over microbatches, devices and stages, so these counts are too, on every layout. They are
-    not weighted by the loss: sums of whole numbers are exact, and equal loads are equal.
+    Gradients are summed over microbatches, devices and stages, so these counts are too, on every layout. They
+    are not weighted by the loss: sums of whole numbers are exact, and equal loads are equal.
     """
     del bias_X, count_X
     return jnp.zeros(())

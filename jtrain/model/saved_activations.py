@@ -51,8 +51,8 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     # A turn may have several layers of attention, or none.
     attentions = [size for size in heads.values() if set("NHD") <= set(size)]
     compute_bytes = itemsize(layout.precision.compute_dtype)
-    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy. Without K each head
-    # has keys of its own.
+    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy. Without K each
+    # head has keys of its own.
     keys = [(kv_heads_in_use(size.get("K", size["N"]), layout.mesh.tensor), size) for size in attentions]
     latents = sum(size["C"] + size["U"] + size.get("Q", 0) for size in attentions if "C" in size)
     d_model = next(p.info.shape[p.info.dims.index("D")] for p in layout.params if "D" in p.info.dims)

@@ -125,15 +125,16 @@ class Transformer(nnx.Module):
             for field, unset in (("moe", None), ("rope", RopeSpec()), ("qk_norm", False)):
                 if (value := getattr(self, field)) != unset:
                     raise UserError(
-                        f"model.{field}={value} with model.pattern, whose blocks have each their own. Set it in "
-                        f"the blocks, and model.{field}={unset}."
+                        f"model.{field}={value} with model.pattern, whose blocks have each their own. Set "
+                        f"it in the blocks, and model.{field}={unset}."
                     )
         elif self.first:
             raise UserError("model.first without model.pattern: set model.pattern to the blocks after them.")
         if self.num_periods < 1:
             raise UserError(
-                f"model.num_layers={self.num_layers} is fewer than the {len(self.first)} blocks of model.first "
-                f"and one period of {len(self.period)} blocks of model.pattern. Add layers, or shorten one."
+                f"model.num_layers={self.num_layers} is fewer than the {len(self.first)} blocks of "
+                f"model.first and one period of {len(self.period)} blocks of model.pattern. Add layers, or "
+                "shorten one."
             )
         check_router_losses((*self.first, *self.period))
 
@@ -220,7 +221,7 @@ class Transformer(nnx.Module):
     def through_single(
         self, path: str, params: Params, carry: LayerCarry, shared: "SharedValues", placement: Placement
     ) -> LayerCarry:
-        """The carry after `first_layers` or `last_layers`, if there are any; what they keep stays on the device."""
+        """The carry after `first_layers` or `last_layers`, if any; what they keep stays on the device."""
         if path not in params:
             return carry
         placement = dataclasses.replace(placement, offload=())
@@ -325,8 +326,8 @@ class Transformer(nnx.Module):
 
         The objective includes the z-loss and, for a mixture of experts, the router losses averaged over
         layers. The caller divides by the number of valid targets of the whole global batch, so that any split
-        of the batch gives the same loss. Routers see masked prompts too: `targets_per_token` makes a mean over
-        all tokens of their losses; None if all are targets. Only the objective is differentiable.
+        of the batch gives the same loss. Routers see masked prompts too: `targets_per_token` makes a mean
+        over all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
         x_BLD, losses = self.forward(params, batch, placement)
         # Only where there is a teacher: a loss of a user's own need not know of one.
@@ -379,7 +380,8 @@ class Transformer(nnx.Module):
     def top_k_of(
         self, params: Params, x_BLD: Float[Array, "B _ D"], k: int, placement: Placement
     ) -> ops.SoftTargets:
-        """What the model says of the token after each of this device's: its `k` most probable tokens, and the rest.
+        """What the model says of the token after each of this device's: its `k` most probable tokens, and the
+        rest.
 
         Args:
           x_BLD: what `normed` returns.

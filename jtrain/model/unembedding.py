@@ -145,7 +145,8 @@ def top_k_in_parts(
     chunk_tokens: int | None,
     soft_cap: float | None,
 ) -> ops.SoftTargets:
-    """Log-probabilities of the k most probable tokens after each of this device's, and of all others together.
+    """Log-probabilities of the k most probable tokens after each of this device's, and of all others
+    together.
 
     Other arguments are those of `loss_in_parts`.
     """

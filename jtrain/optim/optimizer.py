@@ -321,7 +321,7 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
         precision = layout.precision
         if p.info.init == "load" and (precision.param_dtype, precision.grad_accum_dtype) != ("float32",) * 2:
             raise UserError(
-                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype} and "
+                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype}, "
                 f"precision.grad_accum_dtype={precision.grad_accum_dtype}: a step of a bias, and a count of "
                 "tokens, need float32. Set both to float32, or bias_update_rate=0."
             )
@@ -341,8 +341,8 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
 
 
 def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer:
-    """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`, of which
-    it leaves out the frozen ones.
+    """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`, of
+    which it leaves out the frozen ones.
 
     Raises:
       UserError: warm-up and decay together are longer than the run, or Muon cannot tell a matrix's inputs

@@ -85,7 +85,8 @@ class AdamW:
             raise UserError(
                 f"optimizer.param_rounding={self.param_rounding} with "
                 f"optimizer.master_dtype={self.master_dtype}: the masters lose nothing, so parameters are "
-                "masters rounded to nearest. Set optimizer.param_rounding=nearest, or optimizer.master_dtype=none."
+                "masters rounded to nearest. Set optimizer.param_rounding=nearest, or "
+                "optimizer.master_dtype=none."
             )
 
     def check_param_dtype(self, param_dtype: str) -> None:

@@ -186,7 +186,7 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
         host=host,
         linked=count if spec.platform == "cpu" else published.linked,
     )
-    return Machine(device_spec, count, host_bytes or None)
+    return Machine(device_spec, count, host_bytes or None, has_this_install=True)
 
 
 def _compile_only(devices: Sequence[jax.Device]) -> bool:

@@ -91,9 +91,10 @@ def _fitting_advice(job: Job, available: int, config_values: Mapping[str, str]) 
     if lines := option_lines(fitting_settings(job, limit=available), config_values):
         return "Any of these fits:\n" + "\n".join(lines)
     # A job without a machine has bytes only; an h100 stands in for the search.
-    mesh, device = job.layout.mesh, DEVICES["h100"] if job.machine is None else job.machine.device
-    host = None if job.machine is None else job.machine.host_memory_bytes
-    machine = Machine(dataclasses.replace(device, hbm_bytes=available), mesh.size, host)
+    mesh = job.layout.mesh
+    machine = job.machine or Machine(DEVICES["h100"], mesh.size)
+    device = dataclasses.replace(machine.device, hbm_bytes=available)
+    machine = dataclasses.replace(machine, device=device, count=mesh.size)
     # memory_share=1: `available` is what is free, with no margin kept.
     task = SearchTask(dataclasses.replace(job, machine=machine), job.layout.spec, memory_share=1.0)
     if (fit := first_fit(task, mesh)) is None:

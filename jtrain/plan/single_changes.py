@@ -1,8 +1,10 @@
-"""Layouts that differ from another one in a single setting, and the search that ends where none of them is faster.
+"""Layouts that differ from another one in a single setting, and the search that ends where none of them is
+faster.
 
-A change is one that a user would make with one or two `--set`: another remat, ZeRO stage or number of microbatches,
-overlap over `tensor`, attention over `context`, a schedule, or a factor of the devices moved from one axis to
-another. The layout's numbers stay what they are: precision, optimizer, batch and kernels are the config's.
+A change is one that a user would make with one or two `--set`: another remat, ZeRO stage or number of
+microbatches, overlap over `tensor`, attention over `context`, a schedule, or a factor of the devices moved
+from one axis to another. The layout's numbers stay what they are: precision, optimizer, batch and kernels are
+the config's.
 """
 
 import dataclasses
@@ -27,7 +29,9 @@ _MAX_STEPS = 20
 
 
 def faster_changes(task: SearchTask, point: Point) -> list[Point]:
-    """Layouts that fit, differ from `point` in one setting and are faster by more than `FASTER`, the fastest first."""
+    """Layouts that fit, differ from `point` in one setting and are faster by more than `FASTER`, the fastest
+    first.
+    """
     limit_s = point.step_s * (1 - FASTER)
     changed = (_estimated(task, point, *change) for change in _changes(task, point))
     timed = [with_step_time(task, one) for one in changed if one is not None and fits(task, one.plan)]
@@ -38,8 +42,8 @@ def faster_changes(task: SearchTask, point: Point) -> list[Point]:
 
 
 def refine(task: SearchTask, point: Point) -> Point:
-    """The layout that single changes lead to from `point`, at most `_MAX_STEPS` of them: none of its own is faster by
-    more than `FASTER`.
+    """The layout that single changes lead to from `point`, at most `_MAX_STEPS` of them: none of its own is
+    faster by more than `FASTER`.
     """
     for _ in range(_MAX_STEPS):
         if not (faster := faster_changes(task, point)):

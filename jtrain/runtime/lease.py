@@ -323,9 +323,9 @@ class Lease:
 def this_holder() -> Holder:
     """Returns the identity of this process."""
     pid = os.getpid()
-    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    now_text = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Holder(
-        socket.gethostname(), pid, since, this_machine(), process_started(pid), secrets.token_hex(4)
+        socket.gethostname(), pid, now_text, this_machine(), process_started(pid), secrets.token_hex(4)
     )
 
 

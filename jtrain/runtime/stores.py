@@ -253,11 +253,11 @@ def read_version(path: Path, *, answer_s: float = ANSWER_S) -> tuple[bytes | Non
     bucket, key = _split(path)
     pending_read = _bucket(bucket, _addresses()).read(key)
     try:
-        found = pending_read.result(timeout=answer_s)
+        content = pending_read.result(timeout=answer_s)
     except TimeoutError:
         pending_read.cancel()
         raise TimeoutError(f"{bucket} did not send {key} within {answer_s:g} s") from None
-    return (found.value if found.state == "value" else None), found.stamp.generation
+    return (content.value if content.state == "value" else None), content.stamp.generation
 
 
 def replace_version(path: Path, data: bytes, version: bytes, *, answer_s: float = ANSWER_S) -> bytes | None:

@@ -163,8 +163,8 @@ def _bounds(
     value_2W = jnp.where(is_recent[None], guard.history, jnp.nan)
     middle = _median(value_2W)
     spread = 1.4826 * _median(jnp.abs(value_2W - middle[:, None]))
-    floors, least = (jnp.asarray(pair, jnp.float32) for pair in (FLOORS, LEAST_MEDIAN))
-    spread = jnp.maximum(spread, floors * jnp.maximum(middle, least))
+    floors, least_medians = (jnp.asarray(pair, jnp.float32) for pair in (FLOORS, LEAST_MEDIAN))
+    spread = jnp.maximum(spread, floors * jnp.maximum(middle, least_medians))
     # A loss near 0 that is ten times as large has a gradient about ten times as large.
     loss_share = spread[0] / jnp.maximum(middle[0], jnp.finfo(jnp.float32).tiny ** 0.5)
     spread = spread.at[1].max(loss_share * middle[1])

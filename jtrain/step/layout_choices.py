@@ -42,7 +42,9 @@ def auto_settings(spec: LayoutSpec) -> dict[str, object]:
 
 
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
-    """Config path -> value of every setting that a search on a machine decides; `layout.auto` keeps some of them."""
+    """Config path -> value of every setting that a search on a machine decides; `layout.auto` keeps some of
+    them.
+    """
     names = ("tensor_overlap", "sequence_groups", "mlp_chunk", "context_attention")
     return auto_settings(spec) | {f"layout.{name}": getattr(spec, name) for name in names}
 

@@ -1,8 +1,9 @@
-"""How a step's sums over tokens become the loss: by which number they are divided, and what each token weighs.
+"""How a step's sums over tokens become the loss: by which number they are divided, and what each token
+weighs.
 
 Example: a batch of two answers, of 3 and of 1 token, with losses 1, 1, 1 and 5 nats. `tokens` has 8 / 4 = 2
-nats; `per_sample` has (1 + 5) / 2 = 3. Both are means over the global batch: however it is split over devices,
-microbatches, context or rows, the loss and its gradient are the same.
+nats; `per_sample` has (1 + 5) / 2 = 3. Both are means over the global batch: however it is split over
+devices, microbatches, context or rows, the loss and its gradient are the same.
 """
 
 import dataclasses
@@ -27,9 +28,9 @@ class ObjectiveSpec:
 
     mean: `tokens`: the mean over all targets of the global batch, so that a long answer counts as much as its
       tokens; `per_sample`: the mean over samples of each one's mean, so that all answers count alike. A
-      sample is a document's piece in a row; a chat that `on_too_long` splits is several. Where the messages of
-      a source have weights (`Batch.weight_BL`), both are weighted means: the sum of weight times nats over the
-      sum of weights, of the batch or of each sample.
+      sample is a document's piece in a row; a chat that `on_too_long` splits is several. Where the messages
+      of a source have weights (`Batch.weight_BL`), both are weighted means: the sum of weight times nats over
+      the sum of weights, of the batch or of each sample.
     """
 
     mean: Literal["tokens", "per_sample"] = "tokens"
@@ -40,18 +41,18 @@ TOKENS = ObjectiveSpec()
 
 @dataclasses.dataclass(frozen=True)
 class DPO:
-    """Direct preference optimisation (arXiv:2305.18290): the mean over pairs of a loss that falls as the better
-    text gains on the worse one, against a reference.
+    """Direct preference optimisation (arXiv:2305.18290): the mean over pairs of a loss that falls as the
+    better text gains on the worse one, against a reference.
 
-    Let s be the log-probability of a text's answer less that of the reference, and d the difference of s of the
-    two texts.
+    Let s be the log-probability of a text's answer less that of the reference, and d the difference of s of
+    the two texts.
 
     beta: strength of the preference against the reference.
-    form: `sigmoid`: log(1 + exp(margin - beta d)), ln 2 for the reference itself; `sigmoid_norm`: the same with s
-      per token, so that long answers do not count more; `ipo`: (d - 1 / (2 beta))^2 with s per token
+    form: `sigmoid`: log(1 + exp(margin - beta d)), ln 2 for the reference itself; `sigmoid_norm`: the same
+      with s per token, so that long answers do not count more; `ipo`: (d - 1 / (2 beta))^2 with s per token
       (arXiv:2310.12036); `simpo`: `sigmoid_norm` without a reference (arXiv:2405.14734).
-    reference: `adapter_off`: the model without its adapter, in a forward pass of its own; `stored`: log-probabilities
-      that `jtrain data reference` wrote beforehand; `none`: none.
+    reference: `adapter_off`: the model without its adapter, in a forward pass of its own; `stored`:
+      log-probabilities that `jtrain data reference` wrote beforehand; `none`: none.
     stored: their file.
     margin: how much more of `beta d` is asked for before the loss falls; the gamma of simpo.
     """
@@ -81,8 +82,8 @@ class DPO:
             )
         if (self.reference == "stored") != (self.stored is not None):
             raise UserError(
-                f"objective.reference={self.reference} with objective.stored={self.stored!r}, which is the file of a "
-                "stored reference. Set objective.stored to what `jtrain data reference` wrote and "
+                f"objective.reference={self.reference} with objective.stored={self.stored!r}, which is the "
+                "file of a stored reference. Set objective.stored to what `jtrain data reference` wrote and "
                 "objective.reference=stored, or objective.stored=None and another reference."
             )
         if self.form == "ipo" and self.margin:
@@ -96,13 +97,14 @@ class DPO:
 class Distillation:
     """Divergence of the model from a teacher, whose log-probabilities were stored beforehand.
 
-    For each target it is that of `top_k` + 1 outcomes: the tokens that the teacher finds most probable, and all
-    others together (`SoftTargets`). A model that equals its teacher has a loss of 0 and no gradient, whatever
-    `top_k` is. Evaluation is of the cross entropy alone.
+    For each target it is that of `top_k` + 1 outcomes: the tokens that the teacher finds most probable, and
+    all others together (`SoftTargets`). A model that equals its teacher has a loss of 0 and no gradient,
+    whatever `top_k` is. Evaluation is of the cross entropy alone.
 
     stored: folder that `jtrain data reference` wrote; None only for that command.
     top_k: tokens of the teacher; a folder with more serves runs with fewer.
-    share: part of the loss that is the divergence; the rest is the cross entropy of the data, as of `ObjectiveSpec`.
+    share: part of the loss that is the divergence; the rest is the cross entropy of the data, as of
+      `ObjectiveSpec`.
     mean: as of `ObjectiveSpec`.
     """
 
@@ -116,8 +118,8 @@ class Distillation:
             raise UserError(f"objective.top_k={self.top_k} must be at least 1.")
         if not 0 < self.share <= 1:
             raise UserError(
-                f"objective.share={self.share} must be above 0 and at most 1; 1 learns from the teacher alone. Set "
-                "objective.share=1.0."
+                f"objective.share={self.share} must be above 0 and at most 1; 1 learns from the teacher "
+                "alone. Set objective.share=1.0."
             )
 
 
@@ -148,7 +150,8 @@ class LossScale:
 
     num_tokens: valid targets.
     unit: 1 / targets, or their weights if they have such, 1 / samples, or 1 / pairs.
-    targets_per_token: targets, samples or pairs over tokens that are not padding; None for a model without a router.
+    targets_per_token: targets, samples or pairs over tokens that are not padding; None for a model without a
+      router.
     """
 
     num_tokens: Int[Array, ""]
@@ -187,8 +190,8 @@ def scale_of(
 
 
 def _weigh_samples(layout: Layout, batch: Batch) -> tuple[Float[Array, "B L"], Int[Array, ""]]:
-    """Returns 1 / targets of the sample of each token, or its weight as a share of the sample's, and the number of
-    samples with a target.
+    """Returns 1 / targets of the sample of each token, or its weight as a share of the sample's, and the
+    number of samples with a target.
     """
     context = layout.mesh.context
     rows, length = batch.target_BL.shape

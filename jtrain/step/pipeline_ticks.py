@@ -54,9 +54,9 @@ def counts_of(layout: Layout) -> TickCounts:
         )
     if counts.splits_backward and layout.spec.mlp_chunk is not None:
         raise UserError(
-            f"layout.mlp_chunk={layout.spec.mlp_chunk} with pipeline.schedule={layout.pipeline.spec.schedule}, "
-            "which splits the backward pass: each weight is then used once. Set layout.mlp_chunk=None, or "
-            "pipeline.schedule=1f1b."
+            f"layout.mlp_chunk={layout.spec.mlp_chunk} with "
+            f"pipeline.schedule={layout.pipeline.spec.schedule}, which splits the backward pass: each "
+            "weight is then used once. Set layout.mlp_chunk=None, or pipeline.schedule=1f1b."
         )
     return counts
 

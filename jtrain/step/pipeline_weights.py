@@ -55,8 +55,8 @@ def chunks_of(
         # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
         router = RouterLosses(*loss_weights_2, load=unit if spec.bias_update_rate else None)
     split_paths = frozenset[str]()
-    # The matrices that could multiply in 8 bits: norm scales, routers and routed experts are not split. Beside
-    # frozen matrices there is next to nothing to compute later.
+    # The matrices that could multiply in 8 bits: norm scales, routers and routed experts are not split.
+    # Beside frozen matrices there is next to nothing to compute later.
     if ticks_of(layout).schedule.splits_backward and layout.adapter_scale is None:
         split_paths = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
     return StageChunks(

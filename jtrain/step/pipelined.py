@@ -103,8 +103,8 @@ def pipelined_gradients(
 def pipelined_nats(
     model: Transformer, layout: Layout, params: Params, parts: Batch, *, top_k: int | None = None
 ) -> Any:
-    """Cross entropy in nats of this device's tokens, [M, B, _], equal on all stages; 0 without a target. With `top_k`
-    the result of `Transformer.top_k_of` instead.
+    """Cross entropy in nats of this device's tokens, [M, B, _], equal on all stages; 0 without a target. With
+    `top_k` the result of `Transformer.top_k_of` instead.
     """
     assert layout.pipeline is not None
     ticks = ticks_of(layout, trains=False)

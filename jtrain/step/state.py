@@ -36,8 +36,8 @@ class TrainState:
     scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless
       precision.matmul_dtype=fp8_delayed.
     guard: history of losses and gradient norms (`jtrain.step.guard`), replicated.
-    base_hash: hash of the frozen parameters (`jtrain.model.adapters.base_hash`), uint32 [8], replicated; empty without
-      any.
+    base_hash: hash of the frozen parameters (`jtrain.model.adapters.base_hash`), uint32 [8], replicated;
+      empty without any.
     """
 
     step: Any
@@ -93,8 +93,8 @@ def without_base(layout: Layout, state: TrainState) -> TrainState:
 
 def with_base(layout: Layout, state: TrainState, base: Params) -> TrainState:
     """The state with the frozen parameters of `base`, which may hold others as well."""
-    given, own = (_by_path(tree) for tree in (base, state.params))
-    params = param_tree(layout, lambda p: (given if p.info.frozen else own)[p.info.path])
+    base_params, trained_params = (_by_path(tree) for tree in (base, state.params))
+    params = param_tree(layout, lambda p: (base_params if p.info.frozen else trained_params)[p.info.path])
     return dataclasses.replace(state, params=params)
 
 
@@ -153,10 +153,10 @@ def init_state(
     leaves, structure = jax.tree.flatten(abstract)
     # None counts as a leaf here, or the lists would have different lengths.
     infos = jax.tree.leaves(drawn, is_leaf=lambda leaf: leaf is None)
-    given = _given_leaves(layout, optimizer, drawn, abstract, base or {})
+    given_leaves = _given_leaves(layout, optimizer, drawn, abstract, base or {})
     is_on_device = [
         leaf.sharding.memory_kind != "pinned_host" and value is None
-        for leaf, value in zip(leaves, given, strict=True)
+        for leaf, value in zip(leaves, given_leaves, strict=True)
     ]
 
     def first_device_values() -> list[Array]:
@@ -173,7 +173,7 @@ def init_state(
     device_arrays = iter(jax.jit(first_device_values, out_shardings=device_shardings)())
     states = [
         value if value is not None else next(device_arrays) if on_device else _first_on_host(leaf, info, seed)
-        for leaf, info, on_device, value in zip(leaves, infos, is_on_device, given, strict=True)
+        for leaf, info, on_device, value in zip(leaves, infos, is_on_device, given_leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, states)
 
@@ -196,8 +196,8 @@ def _given_leaves(
     )
     nothing_given = _for_each_array(layout, lambda _: None, abstract.params)
     params = param_tree(layout, lambda p: values.get(p.info.path, at_path(nothing_given, p.info.path)))
-    given = dataclasses.replace(nothing, params=params, opt_state=masters)
-    return jax.tree.leaves(given, is_leaf=lambda leaf: leaf is None)
+    given_state = dataclasses.replace(nothing, params=params, opt_state=masters)
+    return jax.tree.leaves(given_state, is_leaf=lambda leaf: leaf is None)
 
 
 def _first_on_host(abstract: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:

@@ -80,9 +80,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
-    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per sample;
-    without z-loss; with pairs their loss, and the metrics reward_margin and accuracy),
-    grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, or its mean per
+    sample; without z-loss; with pairs their loss, and the metrics reward_margin and accuracy), grad_norm
+    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
     `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
     the loss before any sum, and the NaN and infinite elements of its shard of the new state.
 
@@ -187,8 +187,9 @@ def make_train_step(
 def make_eval_step(
     model: Transformer, layout: Layout, mesh: Mesh, *, top_k: int | None = None
 ) -> Callable[[Params, Batch], Any]:
-    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target; with
-    `top_k` what the model says of the token after each (`SoftTargets`, [B, L, top_k] and one more outcome).
+    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target;
+    with `top_k` what the model says of the token after each (`SoftTargets`, [B, L, top_k] and one more
+    outcome).
 
     Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as
     many sequences at a time as in training, so evaluation needs no more memory.
@@ -254,8 +255,8 @@ def local_gradients(
     """Computes one device's part of a step, inside the shard_map.
 
     Args:
-      step: updates completed before this one; seeds the dropout of adapters, and the rounding of gradients summed in
-        bfloat16.
+      step: updates completed before this one; seeds the dropout of adapters, and the rounding of gradients
+        summed in bfloat16.
 
     Returns:
       Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both

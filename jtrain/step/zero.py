@@ -248,7 +248,9 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
 
 
 def _fetch_blocks(layout: Layout, p: ParamLayout, leaf: Detached) -> Array:
-    """One layer's numbers of a frozen matrix in blocks; codes and scales are gathered, a quarter of the bytes."""
+    """One layer's numbers of a frozen matrix in blocks; codes and scales are gathered, a quarter of the
+    bytes.
+    """
     blocks: BlockQuantized = jax.lax.stop_gradient(leaf.value)
     if layout.spec.zero_stage == 3 and _splits_data(layout, p) and p.zero_dim is not None:
         dim = p.zero_dim - p.info.dims.startswith("Y")

@@ -23,8 +23,8 @@ class EvalResult:
     loss_standard_error: of the loss, over documents; None if there is only one.
     bits_per_byte: all nats over the bytes of the targets' UTF-8; None if they are unknown.
     tokens, documents: valid targets, and the documents that they are of.
-    reward_margin, accuracy: as of a `TrainLine`; a run with preference pairs has their loss as loss_nats, and its
-      documents are pairs.
+    reward_margin, accuracy: as of a `TrainLine`; a run with preference pairs has their loss as loss_nats, and
+      its documents are pairs.
     """
 
     loss_nats: float
@@ -36,8 +36,8 @@ class EvalResult:
     accuracy: float | None = None
 
     def summary(self) -> str:
-        """Loss and bits per byte, as in `loss 1.4123 +- 0.0113 nats  2.0375 bits/byte`; of pairs how many of them
-        are told apart.
+        """Loss and bits per byte, as in `loss 1.4123 +- 0.0113 nats  2.0375 bits/byte`; of pairs how many of
+        them are told apart.
         """
         error = "" if self.loss_standard_error is None else f" +- {self.loss_standard_error:.4f}"
         bits = "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
@@ -51,10 +51,10 @@ class TrainLine:
 
     Of this step:
     step: completed updates.
-    loss_nats: cross entropy per token, over the batch's valid targets, without z-loss; with preference pairs their
-      loss per pair.
-    reward_margin: beta times the mean difference of the log-probability of the better text and the worse one, each
-      less that of the reference; per token as `DPO.form` says. Null without pairs.
+    loss_nats: cross entropy per token, over the batch's valid targets, without z-loss; with preference pairs
+      their loss per pair.
+    reward_margin: beta times the mean difference of the log-probability of the better text and the worse one,
+      each less that of the reference; per token as `DPO.form` says. Null without pairs.
     accuracy: share of pairs whose margin is above 0; null without pairs.
     grad_norm: global norm of the gradient before clipping.
     learning_rate: learning rate of this update.

@@ -104,10 +104,12 @@ class RunProgressBar(PlainProgress):
         )
 
         console = Console(file=cast(IO[str], stream))
-        # The default spinner is of braille, which only Unicode encodings have; rich itself replaces the bar alone.
+        # The default spinner is of braille, which only Unicode encodings have; rich itself replaces the bar
+        # alone.
         spinner = SpinnerColumn("dots" if _is_unicode(console.encoding) else "line")
         count, bar = (spinner, TextColumn("step"), MofNCompleteColumn()), BarColumn()
-        # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step anything.
+        # Two pictures a second, by a thread: it shows that a long compilation is alive, and costs no step
+        # anything.
         self._bar = Progress(
             *(*count, bar, TextColumn("{task.description}"), TimeElapsedColumn()),
             console=console,
@@ -175,8 +177,8 @@ class RunProgressBar(PlainProgress):
     def evaluation(self, step: int, name: str, text: str) -> None:
         # Its own step: rows of train steps come at other steps than evaluations do.
         step_text = f"{step}/{self.num_steps}"
-        loss, _, rest = text.removeprefix("loss ").partition(" ")
-        self._print(f"{step_text:>{self._step_width}} {loss:>9} {rest}  {name}", "cyan")
+        loss, _, tail = text.removeprefix("loss ").partition(" ")
+        self._print(f"{step_text:>{self._step_width}} {loss:>9} {tail}  {name}", "cyan")
 
     def end(
         self,

@@ -54,8 +54,8 @@ class Answer:
 class Generations:
     """Answers that the model gives with the most likely tokens, one prompt at a time.
 
-    Every process computes them from whole weights in the compute dtype, which each device holds for as long as
-    it takes.
+    Every process computes them from whole weights in the compute dtype, which each device holds for as long
+    as it takes.
 
     Raises:
       UserError: a prompt has no token, or leaves no room for an answer.
@@ -77,15 +77,15 @@ class Generations:
         for name, held_out_set in self._sets.items():
             if not held_out_set.questions(1, context=self._context):
                 raise UserError(
-                    f"eval.answers={run.eval.answers}: no held-out sample of {name} has a prompt with an answer "
-                    f"behind it, within data.seq_len={self._context}. Set eval.answers=0, or a source with "
-                    "messages_field or prompt_field."
+                    f"eval.answers={run.eval.answers}: no held-out sample of {name} has a prompt with an "
+                    f"answer behind it, within data.seq_len={self._context}. Set eval.answers=0, or a "
+                    "source with messages_field or prompt_field."
                 )
         for text, prompt in zip(run.eval.prompts, self._prompts, strict=True):
             if not 0 < len(prompt.ids) < self._context:
                 raise UserError(
-                    f"eval.prompts has {text!r} of {len(prompt.ids)} tokens, and prompt and answer have room for "
-                    f"data.seq_len={self._context}. Change the prompt."
+                    f"eval.prompts has {text!r} of {len(prompt.ids)} tokens, and prompt and answer have "
+                    f"room for data.seq_len={self._context}. Change the prompt."
                 )
         self._whole = jax.jit(self._in_compute_dtype, out_shardings=NamedSharding(mesh, P()))
 
@@ -124,8 +124,8 @@ class Generations:
         return Answer(of, _spelled(tokenizer, ids), _spelled(tokenizer, answer), expected)
 
     def _in_compute_dtype(self, params: Params) -> Params:
-        """The weights as `jtrain generate` reads them: layers in their order, matrices in the compute dtype, an
-        adapter merged.
+        """The weights as `jtrain generate` reads them: layers in their order, matrices in the compute dtype,
+        an adapter merged.
         """
         pipeline, precision = self._layout.pipeline, self._layout.precision
         layers = range(self._model.num_layers)
@@ -144,8 +144,8 @@ class Generations:
 
 
 def write_generations(workdir: Path, step: int, generations: list[Answer]) -> dict[str, float]:
-    """Appends the answers after `step` to generations.jsonl in the workdir; returns the share of exact ones of
-    each set.
+    """Appends the answers after `step` to generations.jsonl in the workdir; returns the share of exact ones
+    of each set.
     """
     if jax.process_index() == 0:
         path = workdir / GENERATIONS

@@ -183,11 +183,11 @@ class IntegrityCheck(Callback):
         wrong = np.argwhere((given_sums != self._last[1]) & self._kept)
         if not wrong.size:
             return
-        places = [(int(array), int(device)) for device, array in wrong]
-        devices = sorted({device for _, device in places})
+        pairs = [(int(array), int(device)) for device, array in wrong]
+        devices = sorted({device for _, device in pairs})
         raise HardwareFault(
             f"step {step}: {self._name_devices(devices)} gave other bits of "
-            f"{self._arrays([array for array, _ in places])} than step {step - 1} had written: memory "
+            f"{self._arrays([array for array, _ in pairs])} than step {step - 1} had written: memory "
             f"changed between the two steps (integrity.checksums). {self._way_on(step)}"
         )
 

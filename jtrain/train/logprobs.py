@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens on any layout: `jtrain.logprobs`.
 
-Every call computes batches of one shape, so a model is compiled once, and a sequence has the same bits whatever
-else is in the call: its row and its neighbours enter no sum of its own, and where it begins in a row is a multiple
-of the power of two that holds it, so that the terms of its sums are grouped alike. Where a row is split over
-`context`, a sequence lies within one piece of it, or alone in a row.
+Every call computes batches of one shape, so a model is compiled once, and a sequence has the same bits
+whatever else is in the call: its row and its neighbours enter no sum of its own, and where it begins in a row
+is a multiple of the power of two that holds it, so that the terms of its sums are grouped alike. Where a row
+is split over `context`, a sequence lies within one piece of it, or alone in a row.
 """
 
 import collections
@@ -40,15 +40,17 @@ from jtrain.step.state import abstract_state, place_params
 from jtrain.step.train_step import make_eval_step
 
 _LEAST_SLOT = 64
-"""Tokens of the smallest piece of a row that a sequence takes: fewer would pack more, and move vectors of a CPU."""
+"""Tokens of the smallest piece of a row that a sequence takes: fewer would pack more, and move vectors of a
+CPU.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedModel:
     """A model with its parameters on a mesh, and the shape of the batches that `logprobs` computes with it.
 
-    params: as `TrainState.params` has them in this layout; another step's are put in by `dataclasses.replace`,
-      which compiles nothing anew.
+    params: as `TrainState.params` has them in this layout; another step's are put in by
+      `dataclasses.replace`, which compiles nothing anew.
     rows, seq_len: sequences of a batch over all devices, and tokens of each.
     step: that the parameters are of; None for others.
     """
@@ -83,27 +85,27 @@ def logprobs(
       [array([-2.1, -1.9], dtype=float32), array([-2.1], dtype=float32)]
 
     Args:
-      model: folder of a run, whose newest checkpoint is read at each call, in the run's own layout with as many
-        devices along `data` as are here, and an adapter merged; or a model that is placed already, as by
+      model: folder of a run, whose newest checkpoint is read at each call, in the run's own layout with as
+        many devices along `data` as are here, and an adapter merged; or a model that is placed already, as by
         `read_placed`.
       tokens: ids of each sequence; with `segments` rows of several sequences, [B, L].
-      segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are in
-        the order of rows, and of numbers within a row.
+      segments: [B, L], the number of the sequence that each token of a row is in, 0 in padding; results are
+        in the order of rows, and of numbers within a row.
       step: checkpoint of a folder; None for the newest.
-      sets: `PATH=VALUE` each, fields of a folder's run that differ, such as `mesh.tensor=2`, `data.seq_len=4096`
-        or `data.global_batch=64`, the rows of a batch.
+      sets: `PATH=VALUE` each, fields of a folder's run that differ, such as `mesh.tensor=2`,
+        `data.seq_len=4096` or `data.global_batch=64`, the rows of a batch.
 
     Raises:
       FileError: the folder has no checkpoint.
-      UserError: a sequence is no list of ids, is longer than a row, or has an id that the model has not; rows and
-        `segments` do not fit each other; `step` or `sets` with a model that is placed already.
+      UserError: a sequence is no list of ids, is longer than a row, or has an id that the model has not; rows
+        and `segments` do not fit each other; `step` or `sets` with a model that is placed already.
     """
     if not isinstance(model, PlacedModel):
         model = read_placed(model, step, sets)
     elif step is not None or sets:
         raise UserError(
-            f"step={step} and sets={list(sets)} are of a folder that is read, and the model is placed already. Leave "
-            "them out, or give the folder of the run."
+            f"step={step} and sets={list(sets)} are of a folder that is read, and the model is placed "
+            "already. Leave them out, or give the folder of the run."
         )
     sequences = _sequences(tokens, segments)
     _check(sequences, vocab_size=model.model.vocab_size, seq_len=model.seq_len)
@@ -182,9 +184,9 @@ class SequenceStart(NamedTuple):
 def place_sequences(lengths: Sequence[int], *, seq_len: int, context: int) -> list[SequenceStart]:
     """Returns where each sequence begins in rows of `seq_len` tokens, the longest first.
 
-    A sequence takes a power of two of tokens, and begins at a multiple of it. Example, rows of 256: lengths 100,
-    60, 130 and 20 take 128, 64, 256 and 64 tokens, so the third is alone in row 0, and the others are in row 1, at
-    0, 128 and 192.
+    A sequence takes a power of two of tokens, and begins at a multiple of it. Example, rows of 256: lengths
+    100, 60, 130 and 20 take 128, 64, 256 and 64 tokens, so the third is alone in row 0, and the others are in
+    row 1, at 0, 128 and 192.
 
     Args:
       context: devices that share a row, each an early and a late piece of it.
@@ -246,8 +248,8 @@ def _sequences(tokens: Any, segments: np.ndarray | None) -> list[Int[np.ndarray,
         order = [number for number, _ in pieces]
         if order != sorted(set(order)):
             raise UserError(
-                f"row {index} of segments has the sequences {order}: each is in one piece, and numbers ascend along a "
-                "row. Number the sequences of each row from 1 on."
+                f"row {index} of segments has the sequences {order}: each is in one piece, and numbers "
+                "ascend along a row. Number the sequences of each row from 1 on."
             )
         sequences += [ids for _, ids in pieces]
     return sequences
@@ -258,8 +260,8 @@ def _ids(index: int, ids: Any) -> Int[np.ndarray, " n"]:
     # An empty list has no dtype of its own.
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise UserError(
-            f"tokens[{index}] is {ids!r:.60}, and a sequence is a list of ids, as whole numbers. Give a list of "
-            "sequences: [[1, 2, 3]] for a single one."
+            f"tokens[{index}] is {ids!r:.60}, and a sequence is a list of ids, as whole numbers. Give a "
+            "list of sequences: [[1, 2, 3]] for a single one."
         )
     return array.astype(np.int64)
 
@@ -268,8 +270,9 @@ def _check(sequences: Sequence[np.ndarray], *, vocab_size: int, seq_len: int) ->
     for index, ids in enumerate(sequences):
         if len(ids) > seq_len:
             raise UserError(
-                f"sequence {index} has {len(ids):,} tokens, and a row has data.seq_len={seq_len:,}. Give shorter ones, "
-                f"or rows of {len(ids):,} or more: sets=['data.seq_len=...'], or PlacedModel.seq_len."
+                f"sequence {index} has {len(ids):,} tokens, and a row has data.seq_len={seq_len:,}. Give "
+                f"shorter ones, or rows of {len(ids):,} or more: sets=['data.seq_len=...'], or "
+                "PlacedModel.seq_len."
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             wrong_id = ids[(ids < 0) | (ids >= vocab_size)][0]

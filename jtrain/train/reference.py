@@ -1,5 +1,6 @@
-"""What another model says of all samples of a run, stored beforehand: the log-probabilities of preference pairs by the
-run's first weights, for `objective.reference=stored`, and those of a teacher, for `objective=Distillation(...)`.
+"""What another model says of all samples of a run, stored beforehand: the log-probabilities of preference
+pairs by the run's first weights, for `objective.reference=stored`, and those of a teacher, for
+`objective=Distillation(...)`.
 """
 
 import dataclasses
@@ -33,17 +34,17 @@ from jtrain.train.setup import print_line, set_up
 def write_reference(run: Run, *, workdir: Path, out: Path, devices: Sequence[jax.Device]) -> int:
     """Writes what the objective of a run wants to know of its samples; returns their number.
 
-    Of preference pairs these are the log-probabilities of the texts of all sources and held-out sets, by the weights
-    before the first step, without an adapter, in the run's own layout; for a distillation the most probable tokens of
-    all sources, by another run's newest weights, in its layout.
+    Of preference pairs these are the log-probabilities of the texts of all sources and held-out sets, by the
+    weights before the first step, without an adapter, in the run's own layout; for a distillation the most
+    probable tokens of all sources, by another run's newest weights, in its layout.
 
     Args:
-      workdir: of preference pairs the run's, which may have a checkpoint of step 0, as an imported model has; for a
-        distillation the teacher's.
+      workdir: of preference pairs the run's, which may have a checkpoint of step 0, as an imported model has;
+        for a distillation the teacher's.
 
     Raises:
-      UserError: the objective has no use for it; the first weights, or the teacher's, are not there; or `out` has
-        something else.
+      UserError: the objective has no use for it; the first weights, or the teacher's, are not there; or `out`
+        has something else.
     """
     match run.objective:
         case DPO():
@@ -51,8 +52,8 @@ def write_reference(run: Run, *, workdir: Path, out: Path, devices: Sequence[jax
         case Distillation():
             return _write_teacher(run, run.objective, workdir=workdir, out=out)
     raise UserError(
-        "a reference is for preference pairs or for a distillation, and the run has neither. Set objective=DPO "
-        "(--with dpo) or objective=Distillation (--with distill)."
+        "a reference is for preference pairs or for a distillation, and the run has neither. Set "
+        "objective=DPO (--with dpo) or objective=Distillation (--with distill)."
     )
 
 
@@ -64,8 +65,9 @@ def _write_pairs(run: Run, objective: DPO, *, workdir: Path, out: Path, devices:
         steps = checkpoints.steps()
         if run.adapter is None and steps and 0 not in steps:
             raise UserError(
-                f"--workdir {workdir}: the reference is the model before the first step, and there is no checkpoint of "
-                f"step 0 any more; the first is of step {min(steps)}. Give the workdir that `jtrain hf import` wrote."
+                f"--workdir {workdir}: the reference is the model before the first step, and there is no "
+                f"checkpoint of step 0 any more; the first is of step {min(steps)}. Give the workdir that "
+                "`jtrain hf import` wrote."
             )
         # An adapter switched off is the model before the first step, whatever step the run is at.
         state, _ = RestartPoint(setup, checkpoints, data_may_change=True).state_at(0)
@@ -142,7 +144,8 @@ def _all_batches(
     data = dataclasses.replace(
         run.data,
         path=None,
-        # A source of weight 0 would never be read. `data`, the name of the one at data.path, is no name of others.
+        # A source of weight 0 would never be read. `data`, the name of the one at data.path, is no name of
+        # others.
         sources={f"all_{name}": dataclasses.replace(source, weight=1.0) for name, source in sources.items()},
         mixture=Constant(),
         eval_fraction=0.0,

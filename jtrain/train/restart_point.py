@@ -86,10 +86,10 @@ class RestartPoint:
         parts = setup.job.layout, setup.optimizer, setup.mesh
         if setup.run.adapter is None:
             return init_state(*parts, seed=setup.run.seed)
-        given = self._read_base() or {}
+        base = self._read_base() or {}
         if setup.run.adapter.start is not None:
-            given = merge_trees(given, self._read_start(Path(setup.run.adapter.start)))
-        state = init_state(*parts, seed=setup.run.seed, base=given)
+            base = merge_trees(base, self._read_start(Path(setup.run.adapter.start)))
+        state = init_state(*parts, seed=setup.run.seed, base=base)
         return dataclasses.replace(state, base_hash=replicate(setup.mesh, self._hash(state.params)))
 
     def _complete(self, state: TrainState) -> TrainState:

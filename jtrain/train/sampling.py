@@ -119,8 +119,8 @@ def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str
 
 
 def prompt_of(data: PackedText, text: str) -> Prompt:
-    """Returns a prompt in the form of the data: what a user says, where a source has chats, by the template of
-    the first one; otherwise the beginning of a document.
+    """Returns a prompt in the form of the data: what a user says, where a source has chats, by the template
+    of the first one; otherwise the beginning of a document.
     """
     for setup in data.setups(seed=0):
         mask = setup.source.mask_with(setup.tokenizer, setup.end_token, name=setup.name)
@@ -159,7 +159,8 @@ def stream(
 ) -> Iterator[str]:
     """Yields the text that follows `prompt`, piece by piece, until the document ends or `max_tokens`.
 
-    A text is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has one.
+    A text is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has
+    one.
 
     Args:
       params: whole arrays; the dtype of the matrices is the compute dtype.

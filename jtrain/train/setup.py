@@ -128,8 +128,9 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
             references = StoredReferences.read(path)
         case Distillation(stored=None, top_k=k):
             raise UserError(
-                f"objective=Distillation(top_k={k}) without objective.stored, the folder of what a teacher says. Set "
-                "objective.stored to what `jtrain data reference --workdir TEACHER --out FOLDER` wrote."
+                f"objective=Distillation(top_k={k}) without objective.stored, the folder of what a teacher "
+                "says. Set objective.stored to what `jtrain data reference --workdir TEACHER --out FOLDER` "
+                "wrote."
             )
         case Distillation(stored=str(path), top_k=k):
             teacher = StoredTeacher(path, top_k=k)

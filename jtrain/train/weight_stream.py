@@ -1,9 +1,9 @@
 """Weights sent to readers while a run trains: `weight_stream` of the config.
 
-The steps wait while whole weights are copied to the memory of process 0, a layer of one parameter at a time, and for
-nothing else: a thread writes or sends the copy. While it is at work further weights are left out, and so are those
-that no reader takes or no disk has room for; each loss is a line of the log, and none ends the run. A process 0
-without memory for the copy does: `WeightStream.line` says how much it takes.
+The steps wait while whole weights are copied to the memory of process 0, a layer of one parameter at a time,
+and for nothing else: a thread writes or sends the copy. While it is at work further weights are left out, and
+so are those that no reader takes or no disk has room for; each loss is a line of the log, and none ends the
+run. A process 0 without memory for the copy does: `WeightStream.line` says how much it takes.
 """
 
 import functools
@@ -63,8 +63,8 @@ class WeightStream:
 
     Raises:
       FileError: the file of the token cannot be read.
-      UserError: no family of Hugging Face has names for the model, peft none for a target of the adapter, a folder
-        of weights would be in a store, or it is of another run.
+      UserError: no family of Hugging Face has names for the model, peft none for a target of the adapter, a
+        folder of weights would be in a store, or it is of another run.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class WeightStream:
         self._infos = run.param_infos()
         if self._spec.address is None and in_store(workdir) and not Path(self._spec.to).is_absolute():
             raise UserError(
-                f"weight_stream.to={self._spec.to} would be in --workdir {workdir}, a store, and weights are written "
-                "to a disk. Set weight_stream.to to an absolute path, or to tcp://HOST:PORT."
+                f"weight_stream.to={self._spec.to} would be in --workdir {workdir}, a store, and weights "
+                "are written to a disk. Set weight_stream.to to an absolute path, or to tcp://HOST:PORT."
             )
         to = Path(self._spec.to)
         self._folder = to if to.is_absolute() else workdir / to
@@ -134,8 +134,8 @@ class WeightStream:
             # One more is written before the oldest is removed.
             disk = f", and up to {gib((self._spec.keep_last + 1) * set_bytes)} GiB of its disk"
         return (
-            f"weight_stream.to={self._spec.to}: beside the plan, a set takes {gib(set_bytes)} GiB of the memory of "
-            f"process 0{disk}"
+            f"weight_stream.to={self._spec.to}: beside the plan, a set takes {gib(set_bytes)} GiB of the "
+            f"memory of process 0{disk}"
         )
 
     def leave(self) -> None:
@@ -147,8 +147,8 @@ class WeightStream:
 
         Args:
           params: as `TrainState.params`.
-          is_last: these are the last of the run: waits for earlier ones that are still on their way, instead of
-            leaving these out, and calls a reader that does not take them again, for `LAST_S`.
+          is_last: these are the last of the run: waits for earlier ones that are still on their way, instead
+            of leaving these out, and calls a reader that does not take them again, for `LAST_S`.
         """
         if is_last:
             self.wait()
@@ -156,7 +156,8 @@ class WeightStream:
         if bool(from_process_zero(np.asarray(self._is_busy()))):
             if process_index() == 0:
                 self.say(
-                    f"weight_stream: the weights of step {step} are left out, as earlier ones are on their way"
+                    f"weight_stream: the weights of step {step} are left out, as earlier ones are on their "
+                    "way"
                 )
             return
         weights = self._copy(params)
@@ -177,8 +178,8 @@ class WeightStream:
         if self._thread.is_alive():
             # Of a reader that takes a little now and then, or a disk that stands still.
             self.say(
-                f"weight_stream: weights are still on their way to {self._spec.to} after {LAST_S:.0f} s, and are not "
-                "waited for any longer"
+                f"weight_stream: weights are still on their way to {self._spec.to} after {LAST_S:.0f} s, "
+                "and are not waited for any longer"
             )
 
     def _deliver(self, step: int, weights: Params, is_last: bool) -> None:
@@ -232,8 +233,8 @@ class WeightStream:
         send_weights(address, self._token, step, tensors, count=count)
 
     def _copy(self, params: Params) -> Params | None:
-        """Returns whole weights in host memory, layers in the model's order, an adapter merged; None in processes
-        other than the first.
+        """Returns whole weights in host memory, layers in the model's order, an adapter merged; None in
+        processes other than the first.
         """
         infos = tuple(info for info in self._infos if info.is_adapter == self._spec.only_adapter)
         is_first = process_index() == 0

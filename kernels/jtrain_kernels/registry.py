@@ -24,6 +24,7 @@ import jax
 
 from jtrain_kernels.device import ENTRY_POINTS, DeviceSpec, live
 from jtrain_kernels.errors import UserError, did_you_mean
+from jtrain_kernels.installed import is_installed
 
 type Static = int | float | bool | str | tuple[str, ...] | None
 """Argument of an op that is no array; a tuple names mesh axes."""
@@ -57,7 +58,9 @@ class Implementation:
     name: xla, cudnn, tokamax, splash, pallas_tpu, mosaic_gpu, triton, fp8, or a vendor's own.
     call: takes the op's arguments by name, and the entries of a configuration as further keywords.
     supports: None if the implementation runs for these arguments on the device, else the reason, one sentence
-      without a full stop. It must not compile or query live devices, because the device may be another one.
+      without a full stop. It must not compile, query live devices or ask what is installed, because the
+      device may be in another machine.
+    modules: optional modules that the implementation needs, which the extra for its chip installs.
     cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients
       in `jtrain_kernels.cost`, the forward pass in `overlap.overlap_cost`. None if unknown.
     configs: configurations to try, the best first, which is taken: measured where a comment says so; at least
@@ -76,11 +79,23 @@ class Implementation:
     configs: Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]] = no_configs
     only_forced: str | None = None
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.only_forced or not self.compiler_options, (
             f"{self.name}: a prediction would come without options"
         )
+
+    def obstacle(self, device: DeviceSpec, avals: Avals, *, installed: bool = False) -> str | None:
+        """Reason why the implementation cannot run for these arguments on the device; None if it can.
+
+        Args:
+          installed: True if the device's machine has the implementation's modules, whatever this process has.
+        """
+        if (reason := self.supports(device, avals)) is not None:
+            return reason
+        missing = [] if installed else [name for name in self.modules if not is_installed(name)]
+        return f"not installed: {', '.join(missing)} (pip install 'jtrain[cuda]')" if missing else None
 
 
 # Compared by identity: an op is one object, and its cases cannot be hashed.
@@ -120,20 +135,24 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
 
-def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = None) -> Choice:
+def choose(
+    op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = None, installed: bool = False
+) -> Choice:
     """Chooses the implementation of `op` for these arguments on `device`.
 
     The cost model compares predictions only: if the reference has no prediction, the reference is chosen.
 
     Args:
       forced: name of an implementation that must be used.
+      installed: True for a machine that is not this one, such as a plan's: its install has the optional
+        modules of every implementation. A program that is compiled or run here takes what is installed here.
 
     Raises:
       UserError: the forced implementation does not exist or cannot run, or no implementation can run.
     """
     candidates = {i.name: i for i in implementations(op)}
     # Every implementation is asked, also when one is forced: the answers are the reasons in the choice.
-    reasons = {name: i.supports(device, avals) for name, i in candidates.items()}
+    reasons = {name: i.obstacle(device, avals, installed=installed) for name, i in candidates.items()}
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
         # The first configuration is the preferred one; tuning passes its own.

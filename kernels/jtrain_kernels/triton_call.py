@@ -4,7 +4,6 @@ It has no derivatives, batching or interpreter on CPUs, so an op brings its own 
 """
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ import jax
 from jtrain_kernels import compat
 from jtrain_kernels.device import DeviceSpec
 
-INSTALL = "pip install 'jtrain[cuda]'"
+MODULES = "jax_triton", "triton"
+"""Optional modules that a Triton kernel needs."""
+
 OPTIONS = {
     # Fuses a product and a sum into one instruction, the default of every Triton before 3.10.
     "enable_fp_fusion": True,
@@ -25,16 +26,12 @@ NVIDIA."""
 
 
 def refusal(device: DeviceSpec) -> str | None:
-    """Reason why no Triton kernel can run on a device; None if one can. Imports nothing."""
+    """Reason why no Triton kernel can run on a device; None if one can."""
     if device.platform != "gpu":
         return f"it is for GPUs, not for a {device.name}"
     if device.compute_capability is not None and device.compute_capability < (8, 0):
         major, minor = device.compute_capability
         return f"Triton needs compute capability 8.0, and a {device.name} has {major}.{minor}"
-    # find_spec, not an import: the choice of an implementation must not load Triton.
-    missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} ({INSTALL})"
     return None
 
 

@@ -27,10 +27,10 @@ from jtrain.model.forward_placement import single_device
 from jtrain.model.mixer import MixerSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import NormSpec
-from jtrain.model.param import init_params
 from jtrain.model.rope import RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 ELSEWHERE = {
     # Of flat models, which are drawn as they are.
@@ -155,11 +155,6 @@ def described(*pattern: BlockSpec, **fields: Any) -> dict[str, Any]:
     return defaults() | {"model": DESCRIBED, DESCRIPTION: description}
 
 
-def drawn_weights(setting: dict[str, Any]) -> Any:
-    """Weights of which none is one or zero."""
-    return init_params(model_of(setting).param_infos(), seed=0, dtype="float32")
-
-
 def by_reference(
     reference: float64_model.Model, params: Any, batch: Any
 ) -> tuple[float, dict[str, np.ndarray]]:
@@ -184,7 +179,7 @@ def agree(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
 def test_one_device_computes_what_the_papers_say() -> None:
     """Packed rows with padding: objective and every gradient against float64, without code of the model."""
     setting = described(WINDOWED, SCALED, norm=NormSpec(scale="one_plus"))
-    model, params = model_of(setting), drawn_weights(setting)
+    model, params = model_of(setting), draw_weights(model_of(setting).param_infos())
     batch = draw_batch(0, SIZES["vocab_size"])
     count = (batch["target_BL"] >= 0).sum()
 
@@ -208,7 +203,7 @@ def test_one_device_stands_for_a_mixer_without_a_formula() -> None:
     """Attention through its own module has the loss and gradients of the formula, to float32."""
     block = BlockSpec(AttentionSpec(window=3, bias="all", qk_norm="head"))
     setting, batch = described(block), draw_batch(0, SIZES["vocab_size"])
-    formula, params = reference_of(setting), drawn_weights(setting)
+    formula, params = reference_of(setting), draw_weights(model_of(setting).param_infos())
     unknown = dataclasses.replace(block, mixer=_Unknown(window=3, bias="all", qk_norm="head", flavour=1))
     want, want_gradients = by_reference(formula, params, batch)
     got, gradients = by_reference(dataclasses.replace(formula, pattern=(unknown,)), params, batch)

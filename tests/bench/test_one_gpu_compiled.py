@@ -60,7 +60,7 @@ CONFIG_STEPS = [step for step in steps_of("h200") if option(step, "--only")[0] i
 
 
 def supported(op: registry.Op, chip: str, avals: Any) -> list[str]:
-    return [i.name for i in registry.implementations(op) if i.supports(from_name(chip), avals) is None]
+    return [i.name for i in registry.implementations(op) if i.obstacle(from_name(chip), avals) is None]
 
 
 def compiles(

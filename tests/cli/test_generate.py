@@ -28,11 +28,12 @@ from jtrain.model.kv_cache_decode import (
     extend,
     generate_ids,
 )
-from jtrain.model.param import init_params, map_params
+from jtrain.model.param import map_params
 from jtrain.model.rope import Llama3Scaling, QueryTemperature, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.train.sampling import load, stream
 from tests.compilations import count_programs
+from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
@@ -44,8 +45,7 @@ GREEDY = TokenSampler(temperature=0.0)
 @functools.cache
 def sharp_params(model: Transformer, *, seed: int = 0) -> dict[str, Any]:
     """Random weights three times as large as usual, so that each token depends on all tokens before it."""
-    params = jax.jit(lambda: init_params(model.param_infos(), seed=seed, dtype="float32"))()
-    return jax.tree.map(lambda x: 3 * x, params)
+    return jax.tree.map(lambda x: 3 * x, draw_weights(model.param_infos(), seed=seed, noise=0.0))
 
 
 def prompt_of(length: int) -> np.ndarray:
@@ -112,10 +112,11 @@ def test_cached_logits_are_those_of_the_full_forward(model: Transformer) -> None
     params, ids = sharp_params(model), prompt_of(23)
     want = full_logits(model, params, ids.tolist())
     cache, done = empty_cache(model, batch=1, max_len=32, dtype="float32"), 0
+    extend_once = jax.jit(extend, static_argnums=0)
     for count in (5, 1, 8, 2, 7):
         token_BL = np.full((1, 8), 77, np.int32)
         token_BL[0, :count] = ids[done : done + count]
-        logits_BV, cache = extend(model, params, jnp.asarray(token_BL), jnp.int32(count), cache)
+        logits_BV, cache = extend_once(model, params, jnp.asarray(token_BL), jnp.int32(count), cache)
         done += count
         np.testing.assert_allclose(logits_BV[0], want[done - 1], rtol=1e-4, atol=1e-4)
     assert int(cache.length) == done == 23

@@ -24,6 +24,7 @@ from jtrain.plan.from_run import plan_job
 from jtrain.plan.plan_check import check_plan
 from jtrain.plan.report.plan_sheet import Sheet, classes, print_sheet, to_json
 from jtrain_kernels.device import from_name
+from tests.processes import program, run_together
 
 TINY = ("--config=tiny", "--device", "h200", "--count", "8")
 LLAMA8B = ("--config=llama8b", "--device", "h200", "--count", "1", "--set", "data.global_batch=8")
@@ -85,6 +86,21 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     given = json.loads(file.read_text())["cost"]
     assert (given["goodput"], given["uptime"]) == (0.5, None)
     assert given["device_hours"] == pytest.approx(found["cost"]["device_hours"] * uptime["goodput"] / 0.5)
+
+
+def test_a_plan_of_an_absent_machine_does_not_depend_on_what_is_installed_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A process without the optional packages prints the same plans: Hopper by tokamax, Ampere by cuDNN."""
+    devices = {"h200": "tokamax", "a100": "cudnn"}
+    for device in devices:
+        assert main(["--config=tiny", "--device", device, "--count", "8"]) == 0
+    printed = capsys.readouterr().out
+    for name in devices.values():
+        assert f"attention by {name}: the cost" in printed
+    command = program(__file__, "plan_without_extras", "tiny", *devices)
+    [ended] = run_together([command], [{}])
+    assert (ended.code, ended.output) == (0, printed), ended.errors
 
 
 def test_classes_hold_every_byte_once() -> None:

@@ -24,8 +24,8 @@ from jtrain.errors import UserError
 from jtrain.hf.mapping import tensors_of
 from jtrain.layout.dims import Batch
 from jtrain.model.kv_cache_decode import empty_cache, extend
-from jtrain.model.param import init_params
 from jtrain.runtime.user_code import load_function
+from tests.weights import draw_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_parts.md"
 CONFIG = "my_parts.py:calm"
@@ -108,7 +108,7 @@ def test_a_class_may_be_set_on_the_command_line(folder: Path) -> None:
 def test_the_mixer_of_the_page_continues_as_it_computes_whole_rows(folder: Path) -> None:
     """Tokens one by one through its cache give the logits of the row, and documents do not mix."""
     model = build_run(load_config(CONFIG)).model
-    params = init_params(model.param_infos(), seed=0, dtype="float32")
+    params = draw_weights(model.param_infos(), noise=0.0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (1, 12), np.int32))
     ones, position = jnp.ones((1, 12), jnp.int32), jnp.arange(12)[None]
     want = np.asarray(model.logits(params, Batch(tokens, tokens, position, ones)))

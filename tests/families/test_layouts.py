@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,10 +11,10 @@ from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
 from jtrain.model.mlp import MLPSpec
 from jtrain.model.norm import NormSpec
-from jtrain.model.param import init_params
 from jtrain.model.rope import QueryTemperature, RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=64)
 MOE = MoESpec(
@@ -49,13 +47,6 @@ PATTERN = (
 FIRST = (BlockSpec(AttentionSpec(window=8), MLPSpec(d_ff=48), norms="after"),)
 
 
-def drawn(model: Transformer) -> Any:
-    """Weights of which none is one or zero."""
-    params = init_params(model.param_infos(), seed=1, dtype="float32")
-    key = iter(jax.random.split(jax.random.key(0), 200))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
-
-
 @pytest.mark.slow
 def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
     """Loss and gradients of the first step, with layers before, in and after the pattern."""
@@ -75,7 +66,7 @@ def test_unlike_blocks_compute_the_same_on_two_layouts() -> None:
         "tensor": (dict(tensor=4), dict(zero_stage=0)),
         "many": (dict(data=2, expert=2, tensor=2), dict(zero_stage=3, remat="full")),
     }
-    checks = list(against_one_device(model, jax.tree.map(jnp.asarray, drawn(model)), arrays, layouts))
+    checks = list(against_one_device(model, draw_weights(model.param_infos()), arrays, layouts))
     assert [check.compared for check in checks] == ["tensor", "tensor", "many", "many"]
     assert all(check.is_equal for check in checks), checks
 
@@ -89,6 +80,6 @@ def test_rows_over_devices_have_the_chunks_sinks_and_positions_of_whole_rows() -
     layouts: Any = {
         by: (dict(context=2), dict(zero_stage=0, context_attention=by)) for by in ("ring", "ulysses")
     }
-    checks = list(against_one_device(model, jax.tree.map(jnp.asarray, drawn(model)), arrays, layouts))
+    checks = list(against_one_device(model, draw_weights(model.param_infos()), arrays, layouts))
     assert [check.compared for check in checks] == ["ring", "ring", "ulysses", "ulysses"]
     assert all(check.is_equal for check in checks), checks

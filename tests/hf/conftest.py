@@ -62,11 +62,20 @@ def qwen3_moe(request: pytest.FixtureRequest) -> Reference:
     return load_reference(request.param)
 
 
+_models: dict[str, Transformer] = {}
+
+
+def _one_model(model: Transformer) -> Transformer:
+    """One object for all equal models: programs are compiled per object."""
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return _models.setdefault(repr(values), model)
+
+
 @functools.cache  # the same model each time, so that tests share its programs
 def load_reference(name: str) -> Reference:
     folder = GOLDEN / name
     config = read_config(folder)
-    model = model_from_config(config)
+    model = _one_model(model_from_config(config))
     with open_tensors(folder) as tensors:
         params = from_hf(tensors, model)
     arrays = dict(np.load(folder / "reference.npz"))

@@ -1,6 +1,7 @@
 """Adapters of peft: the same logits and gradients, and the same files."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -16,10 +17,13 @@ from jtrain.errors import FileError, UserError
 from jtrain.hf.model_config import model_from_config
 from jtrain.hf.peft_folders import read_adapter, write_adapter
 from jtrain.hf.peft_tensors import AdapterTensor, adapter_tensors
+from jtrain.layout.dims import Batch
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
 from jtrain.model.forward_placement import single_device
-from jtrain.model.param import at_path, init_params, merge_trees
+from jtrain.model.param import at_path, merge_trees
+from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "peft"
 FAMILIES = Path(__file__).parents[1] / "families" / "configs.json"
@@ -31,28 +35,37 @@ ADAPTERS = {
 }
 
 
+# Both folders of Qwen3 MoE have one model: its programs are compiled once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def loss_and_gradients(model: Transformer, scale: float, own: Any, base: Any, batch: Batch) -> Any:
+    """Mean nats with an adapter beside its base, and the gradients of the adapter."""
+    placement = dataclasses.replace(single_device("float32"), adapter_scale=scale)
+    num_targets = batch.target_BL.shape[0] * (batch.target_BL.shape[1] - 1)
+    return jax.value_and_grad(
+        lambda own: model.loss(merge_trees(base, own), batch, placement)[0] / num_targets
+    )(own)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model: Transformer, params: Any, batch: Batch) -> jax.Array:
+    return model.logits(params, batch)
+
+
 @pytest.mark.parametrize("reference", ADAPTERS, indirect=True)
 def test_logits_and_gradients_are_those_of_peft(reference: Any) -> None:
     """Of the two products side by side; and logits of the merged weights, in float32."""
     folder, adapter = GOLDEN / reference.folder.name, ADAPTERS[reference.folder.name]
     golden, model = dict(np.load(folder / "reference.npz")), reference.model
     own = read_adapter(folder, model, adapter)
-    placement = dataclasses.replace(single_device("float32"), adapter_scale=adapter.scale)
     base = jax.tree.map(jnp.asarray, reference.params)
-    num_targets = reference.batch.target_BL.shape[0] * (reference.batch.target_BL.shape[1] - 1)
-
-    def loss(own: Any) -> jax.Array:
-        total, _ = model.loss(merge_trees(base, own), reference.batch, placement)
-        return total / num_targets
-
-    value, gradients = jax.jit(jax.value_and_grad(loss))(own)
+    value, gradients = loss_and_gradients(model, adapter.scale, own, base, reference.batch)
     np.testing.assert_allclose(float(value), golden["loss"], rtol=1e-5)
     apart = np.abs(golden["logits"] - reference.logits[:1]).max()
     assert apart > 0.1 * np.abs(golden["logits"]).max(), "logits near those of the base would prove nothing"
     infos = adapter.infos(model.param_infos())
     everything = merge_trees(base, jax.tree.map(jnp.asarray, own))
     merged = merge(infos, everything, adapter.scale, lambda _: "float32")
-    logits_BLV = np.asarray(jax.jit(model.logits)(merged, reference.batch))[:1]
+    logits_BLV = np.asarray(logits_of(model, merged, reference.batch))[:1]
     np.testing.assert_allclose(logits_BLV, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
     want = {name.removeprefix("grad/"): x for name, x in golden.items() if name.startswith("grad/")}
     is_joined = reference.folder.name == "qwen3_moe_v5"
@@ -152,7 +165,7 @@ def test_experts_of_one_tensor_are_written_with_an_a_for_gate_and_one_for_up(tmp
     model = model_from_config(json.loads(FAMILIES.read_text())["gpt_oss"])
     lora = LoRA(rank=2, alpha=4.0, targets=("mlp.*",), rslora=True)
     infos = tuple(dataclasses.replace(i, std=0.3) for i in lora.infos(model.param_infos()) if i.is_adapter)
-    params = init_params(infos, seed=0, dtype="float32")
+    params = draw_weights(infos, noise=0.0)
     write_adapter(tmp_path / "out", params, model, lora, dtype="float32")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]

@@ -22,7 +22,8 @@ from jtrain.layout.dims import Batch
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
-from jtrain.model.param import at_path, init_params
+from jtrain.model.param import at_path
+from tests.weights import draw_weights
 
 FAMILIES = Path(__file__).parents[1] / "families" / "configs.json"
 NO_PEER = "PEER_TORCH_PYTHON names no Python with torch and transformers"
@@ -96,7 +97,7 @@ def test_adapters_of_experts_compute_the_same_in_peft(
     model = model_from_config(json.loads(FAMILIES.read_text())[family])
     lora = LoRA(rank=2, alpha=4.0, rslora=rslora)
     infos = [dataclasses.replace(i, std=0.3) if i.is_adapter else i for i in lora.infos(model.param_infos())]
-    params = init_params(tuple(infos), seed=0, dtype="float32")
+    params = draw_weights(infos, noise=0.0)
     merged = merge(tuple(infos), params, lora.scale, lambda _: "float32")
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 24)).astype(np.int32)
     position = np.tile(np.arange(24, dtype=np.int32), (2, 1))

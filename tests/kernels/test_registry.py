@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,27 @@ def test_the_cost_model_compares_predictions() -> None:
     assert (
         registry.choose(Op("times", (unproven, slow)), H200, AVALS, forced="cudnn").implementation is unproven
     )
+
+
+def test_optional_modules_are_those_of_the_machine_that_runs() -> None:
+    """A program of this process takes what is installed here; one of another machine, what its extra brings.
+
+    `jax.no_such_module` lacks a module of a package that is here, `no_such_package.core` the package too.
+    """
+    slow = dataclasses.replace(XLA, cost_s=costs(4e-6))
+    for module in ("jax.no_such_module", "no_such_package.core"):
+        optional = dataclasses.replace(GPU, cost_s=costs(1e-6), modules=("jax.numpy", module))
+        op = Op("times", (optional, slow))
+        here, there = registry.choose(op, H200, AVALS), registry.choose(op, H200, AVALS, installed=True)
+        assert (here.implementation, there.implementation) == (slow, optional)
+        reason = f"not installed: {module} (pip install 'jtrain[cuda]')"
+        assert here.rejected == (("cudnn", f"it cannot run: {reason}"),)
+        with pytest.raises(ValueError, match=re.escape(f"kernels.times=cudnn: {reason}. There are: ")):
+            registry.choose(op, H200, AVALS, forced="cudnn")
+        # A chip that the kernel is not for needs no installation.
+        assert optional.obstacle(V5P, AVALS) == "it is for GPUs, and a v5p is none"
+        present = dataclasses.replace(optional, modules=("jax.numpy",))
+        assert registry.choose(Op("times", (present, slow)), H200, AVALS).implementation is present
 
 
 def test_what_is_forced_runs_or_fails() -> None:

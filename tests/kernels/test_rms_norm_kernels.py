@@ -115,13 +115,9 @@ def test_a_kernel_that_cannot_run_says_why(
         registry.choose(op, from_name(device), given, forced=name)
 
 
-def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reasons: a missing package, too few registers for a long row, a dtype."""
-    h200, find_spec = DEVICES["h200"], triton.triton_call.importlib.util.find_spec
-    monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: None)
-    reason = triton.refusal(h200, avals((8, 128))["x"], residual=False)
-    assert reason == "not installed: jax_triton, triton (pip install 'jtrain[cuda]')"
-    monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: find_spec("jax"))
+def test_triton_says_what_it_lacks() -> None:
+    """Reasons: too few registers for a long row, a dtype."""
+    h200 = DEVICES["h200"]
     assert triton.refusal(h200, avals((8, 128))["x"], residual=False) is None
     assert "rows of 32768 do not fit into registers" in str(
         triton.refusal(h200, avals((8, 32768))["x"], residual=True)

@@ -21,6 +21,7 @@ from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec, route
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
+from tests.weights import draw_weights
 
 RATE = 2.0**-10  # exact in float32, and too small for experts to change sides within two steps
 MOE = MoESpec(
@@ -116,7 +117,6 @@ def test_experts_with_biases_compute_the_same_on_layouts() -> None:
     """Clamped gates and biases of experts, of which every device along `expert` and `tensor` has a part."""
     from jtrain.hf.prove import against_one_device
     from jtrain.model.mlp import ClampedSwiGLU
-    from jtrain.model.param import init_params
 
     moe = MoESpec(num_experts=4, top_k=2, d_ff=16, activation=ClampedSwiGLU(1.7, 0.5), bias=True)
     gate: Any = dict(gate=True, gate_activation="softplus", gate_per_head=True)
@@ -135,9 +135,7 @@ def test_experts_with_biases_compute_the_same_on_layouts() -> None:
             ),
         ),
     )
-    params = init_params(model.param_infos(), seed=1, dtype="float32")
-    key = iter(jax.random.split(jax.random.key(0), 200))
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
+    params = draw_weights(model.param_infos())
     packed = {name: np.asarray(array[:, :64]) for name, array in batches(0, 64)["packed"].items()}
     layouts: Any = {
         "tensor, expert": (dict(expert=2, tensor=2), dict(zero_stage=1)),

@@ -18,10 +18,10 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.latent_attention import LatentAttentionSpec
 from jtrain.model.mlp import MLPSpec
-from jtrain.model.param import init_params
 from jtrain.model.rope import RopeSpec, YarnScaling
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(d_model=32, num_heads=4, num_kv_heads=4, head_dim=12, d_ff=32, vocab_size=64)
 YARN = RopeSpec(scaling=YarnScaling(4.0, 16, 1.0))
@@ -39,31 +39,26 @@ PLAIN = LatentAttentionSpec(kv_rank=8, nope_head_dim=8, rope_head_dim=4, value_h
 MOE = MoESpec(num_experts=4, top_k=2, d_ff=16, score="sigmoid", correction_bias=True, shared_experts=1)
 
 
-def drawn(model: Transformer) -> Any:
-    """Weights of which none is one or zero."""
-    params = init_params(model.param_infos(), seed=1, dtype="float32")
-    key = iter(jax.random.split(jax.random.key(0), 200))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
-
-
 @pytest.mark.parametrize(
     "spec", [pytest.param(LATENT, marks=pytest.mark.slow), PLAIN], ids=["latent queries", "plain queries"]
 )
 def test_the_absorbed_form_computes_what_the_decompressed_one_does(spec: LatentAttentionSpec) -> None:
     """Logits after every chunk from a cache of latents and one key, within 1e-5 of the largest."""
     model = Transformer(num_layers=3, **SIZES, pattern=(BlockSpec(spec),))
-    params, batch = drawn(model), 2
+    params, batch = draw_weights(model.param_infos()), 2
     token_BL = jax.random.randint(jax.random.key(1), (batch, 12), 0, 64)
     position_BL = jnp.broadcast_to(jnp.arange(12), token_BL.shape)
-    logits_BLV = model.logits(params, Batch(token_BL, token_BL, position_BL, jnp.ones_like(token_BL)))
+    rows = Batch(token_BL, token_BL, position_BL, jnp.ones_like(token_BL))
+    logits_BLV = jax.jit(model.logits)(params, rows)
 
+    extend_once = jax.jit(extend, static_argnums=0)
     cache = empty_cache(model, batch=batch, max_len=16, dtype="float32")
     elements = sum(array.size for array in jax.tree.leaves(cache.layers))
     assert elements == 3 * batch * 16 * (spec.kv_rank + spec.rope_head_dim)
     # The second chunk holds two tokens and two of padding.
     for start, count in ((0, 4), (4, 2), (6, 4), (10, 2)):
         chunk_BL = jnp.zeros((batch, 4), jnp.int32).at[:, :count].set(token_BL[:, start : start + count])
-        got_BV, cache = extend(model, params, chunk_BL, jnp.int32(count), cache)
+        got_BV, cache = extend_once(model, params, chunk_BL, jnp.int32(count), cache)
         want_BV = logits_BLV[:, start + count - 1]
         np.testing.assert_allclose(got_BV, want_BV, rtol=0, atol=1e-5 * float(jnp.abs(logits_BLV).max()))
 
@@ -71,7 +66,7 @@ def test_the_absorbed_form_computes_what_the_decompressed_one_does(spec: LatentA
 def compare(pattern: tuple[BlockSpec, ...], first: tuple[BlockSpec, ...], layouts: Any) -> None:
     model = Transformer(num_layers=len(first) + 2 * len(pattern), **SIZES, pattern=pattern, first=first)
     arrays = {name: np.asarray(array[:, :64]) for name, array in batches(0, 64)["packed"].items()}
-    checks = list(against_one_device(model, jax.tree.map(jnp.asarray, drawn(model)), arrays, layouts))
+    checks = list(against_one_device(model, draw_weights(model.param_infos()), arrays, layouts))
     assert [check.quantity for check in checks] == ["loss", "gradients"] * len(layouts), checks
     assert all(check.is_equal for check in checks), checks
 

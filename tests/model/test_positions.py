@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch
 from jtrain.model.attention import AttentionSpec
 from jtrain.model.block import BlockSpec
-from jtrain.model.param import init_params
 from jtrain.model.rope import QueryTemperature
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(
     num_layers=1, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=64
@@ -23,11 +24,11 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (1, 16)).astype(np.int32)
 
 def logits(attention: AttentionSpec, segments: list[int], positions: list[int]) -> np.ndarray:
     model = Transformer(**SIZES, pattern=(BlockSpec(attention),))
-    params = init_params(model.param_infos(), seed=0, dtype="float32")
+    params = draw_weights(model.param_infos(), noise=0.0)
     token_BL, position_BL, segment_BL = map(
         jnp.asarray, (TOKENS, np.array([positions], np.int32), np.array([segments], np.int32))
     )
-    return np.asarray(model.logits(params, Batch(token_BL, token_BL, position_BL, segment_BL)))
+    return np.asarray(jax.jit(model.logits)(params, Batch(token_BL, token_BL, position_BL, segment_BL)))
 
 
 def test_chunks_of_a_document_are_documents_to_attention() -> None:

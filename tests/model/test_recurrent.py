@@ -14,11 +14,11 @@ from jtrain.layout.dims import Batch
 from jtrain.model.block import BlockSpec
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.mixer import MixerSpec
-from jtrain.model.param import init_params
 from jtrain.model.recurrent.conv_mixer import ShortConvSpec
 from jtrain.model.recurrent.delta_net import DeltaNetSpec
 from jtrain.model.recurrent.mamba2 import Mamba2Spec
 from jtrain.model.transformer import Transformer
+from tests.weights import draw_weights
 
 # Outputs near zero are normalised: with a small epsilon float32 has no digits for the gradients.
 SIZES: dict[str, Any] = dict(
@@ -41,13 +41,6 @@ def model_of(*mixers: MixerSpec) -> Transformer:
     return Transformer(num_layers=len(mixers), **SIZES, pattern=pattern)
 
 
-def drawn(model: Transformer) -> Any:
-    """Weights of which none is one or zero."""
-    params = init_params(model.param_infos(), seed=1, dtype="float32")
-    key = iter(jax.random.split(jax.random.key(0), 200))
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(key), x.shape), params)
-
-
 def batch_of(token_BL: np.ndarray, segment_BL: np.ndarray) -> Batch:
     position_BL = np.zeros_like(token_BL)
     return Batch(*map(jnp.asarray, (token_BL, token_BL, position_BL, segment_BL)))
@@ -59,7 +52,7 @@ def batch_of(token_BL: np.ndarray, segment_BL: np.ndarray) -> Batch:
 def test_documents_of_one_row_know_nothing_of_each_other(name: str) -> None:
     """Logits of each document in a packed row are those of a row of its own; as one document they are not."""
     model = model_of(MIXERS[name])
-    params, logits = drawn(model), jax.jit(model.logits)
+    params, logits = draw_weights(model.param_infos()), jax.jit(model.logits)
     token_L = np.random.RandomState(0).randint(0, 64, 24).astype(np.int32)
     segment_L = np.repeat(np.array([1, 2, 3, 0], np.int32), [9, 1, 12, 2])
 
@@ -86,7 +79,7 @@ def test_documents_of_one_row_know_nothing_of_each_other(name: str) -> None:
 def test_a_prompt_in_padded_pieces_is_a_prompt_at_once(name: str) -> None:
     """Logits after pieces of 5, 2 and 1 tokens, padded to 6 and 1, are those of all 8 tokens in one row."""
     model = model_of(MIXERS[name])
-    params = drawn(model)
+    params = draw_weights(model.param_infos())
     token_L = np.random.RandomState(1).randint(0, 64, 8).astype(np.int32)
     want_LV = np.asarray(jax.jit(model.logits)(params, batch_of(token_L[None], np.ones((1, 8), np.int32))))[0]
 
@@ -115,7 +108,7 @@ def test_a_mixer_computes_the_same_on_layouts(name: str, layout: str) -> None:
     model = model_of(MIXERS[name], MIXERS[name])
     arrays = {key: np.asarray(array[:, :64]) for key, array in batches(0, 64)["packed"].items()}
 
-    params = jax.tree.map(jnp.asarray, drawn(model))
+    params = jax.tree.map(jnp.asarray, draw_weights(model.param_infos()))
     checks = list(against_one_device(model, params, arrays, {layout: LAYOUTS[layout]}))
 
     if name == "delta_net" and layout == "tensor 4 of ZeRO 3":

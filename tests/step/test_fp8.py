@@ -33,7 +33,7 @@ from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.device import live
-from tests.batches import adversarial_batch
+from tests.batches import COLS, ROWS, adversarial_batch
 from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
@@ -45,9 +45,14 @@ PERMUTES = (("all_gather_matmul_fp8", "permute"), ("matmul_reduce_scatter_fp8", 
 
 
 def parts(axes: dict[str, int], devices: list[jax.Device] | None = None, **fields: Any) -> Any:
-    """Model, layout, optimizer, mesh and step."""
-    spec = MeshSpec(**axes)
-    mesh = make_mesh(spec, (devices or jax.devices())[: spec.size])
+    """Model, layout, optimizer, mesh and step, which is compiled once for all tests that use it."""
+    return _parts(tuple(axes.items()), tuple(devices or jax.devices()), **fields)
+
+
+@functools.cache
+def _parts(axes: tuple[tuple[str, int], ...], devices: tuple[jax.Device, ...], **fields: Any) -> Any:
+    spec = MeshSpec(**dict(axes))
+    mesh = make_mesh(spec, devices[: spec.size])
     model = Transformer(**SIZES)
     infos = model.param_infos()
     layout = layout_from(fields, spec, infos)
@@ -198,14 +203,16 @@ def test_a_resumed_run_scales_by_the_same_history(tmp_path: Path) -> None:
     """Three steps, a save, two more: the bits of five. A run without histories refuses the checkpoint by
     name.
     """
-    _, layout, optimizer, mesh, step = parts({}, matmul_dtype="fp8_delayed")
+    _, layout, optimizer, mesh, step = parts({}, compute_dtype="float32", matmul_dtype="fp8_delayed")
     like = abstract_state(layout, optimizer, mesh)
-    token = np.random.default_rng(0).integers(0, 64, (5, 4, 16), np.int32)
-    position = np.tile(np.arange(16, dtype=np.int32), (4, 1))
+    # Of the shape of `adversarial_batch`, for which `trained` has compiled the step.
+    token = np.random.default_rng(0).integers(0, 64, (5, ROWS, COLS), np.int32)
+    position = np.tile(np.arange(COLS, dtype=np.int32), (ROWS, 1))
 
     def batch(index: int) -> Batch:
         t = token[index]
-        return jax.device_put(Batch(t, np.roll(t, -1, axis=1), position, np.ones_like(t)), jax.devices()[0])
+        arrays = Batch(t, np.roll(t, -1, axis=1), position, np.ones_like(t))
+        return jax.device_put(arrays, NamedSharding(mesh, BATCH_SPEC))
 
     state = init_state(layout, optimizer, mesh, seed=0)
     with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:

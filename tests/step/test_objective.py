@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,22 +121,23 @@ def assert_same_step(layout: str, mean: str, **options: bool) -> None:
         assert np.linalg.norm(expected) > 1e-4 * total, path
 
 
-@pytest.mark.parametrize("mean", ("tokens", "per_sample"))
-@pytest.mark.parametrize(
-    "layout",
-    [layout if layout == "all" else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
-)
+def on_layouts(*quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Every layout with both means, of which all but `quick` are slow: each has a program of its own."""
+    cases = [(layout, mean) for layout in LAYOUTS for mean in ("tokens", "per_sample")]
+    return pytest.mark.parametrize(
+        ("layout", "mean"),
+        [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases],
+    )
+
+
+@on_layouts(("packed", "tokens"))
 def test_packed_answers_have_the_loss_and_gradients_of_answers_one_by_one(layout: str, mean: str) -> None:
     """In float32 to 1e-6, wherever the documents of a row end up; the two means differ."""
     assert_same_step(layout, mean)
     assert abs(first_step("alone", "tokens")[0] - first_step("alone", "per_sample")[0]) > 1e-3
 
 
-@pytest.mark.parametrize("mean", ("tokens", "per_sample"))
-@pytest.mark.parametrize(
-    "layout",
-    [layout if layout == "all" else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
-)
+@on_layouts(("all", "tokens"), ("all", "per_sample"))
 def test_weights_of_messages_are_the_same_loss_on_every_layout(layout: str, mean: str) -> None:
     """In float32 to 1e-6, as without weights."""
     assert_same_step(layout, mean, weighted=True)
@@ -162,19 +164,22 @@ def test_the_mean_per_sample_is_that_of_each_answers_mean() -> None:
     )
 
 
-def nats_by_hand(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Nats and weights of the targets of each document that has some."""
+@functools.cache
+def first_logits() -> Callable[[Batch], jax.Array]:
+    """Logits of a batch by the weights that every first step has."""
     model = Transformer(**SIZES)
     infos = model.param_infos()
-    lay, mesh = (
-        layout_from(dict(compute_dtype="float32"), MeshSpec(), infos),
-        make_mesh(MeshSpec(), jax.devices()[:1]),
-    )
+    lay = layout_from(dict(compute_dtype="float32"), MeshSpec(), infos)
     optimizer = build(ADAMW, num_steps=2, params=map_params(lambda info: info, infos))
-    params = init_state(lay, optimizer, mesh, seed=0).params
+    params = init_state(lay, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]), seed=0).params
+    return jax.jit(lambda batch: model.logits(params, batch))
+
+
+def nats_by_hand(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Nats and weights of the targets of each document that has some."""
     weight_BL = np.ones(batch.target_BL.shape) if batch.weight_BL is None else batch.weight_BL
-    batch = jax.tree.map(jnp.asarray, batch)
-    logits_BLV = np.asarray(model.logits(params, batch), np.float64)
+    batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, weight_BL=None))
+    logits_BLV = np.asarray(first_logits()(batch), np.float64)
     log_p = logits_BLV - np.log(np.exp(logits_BLV).sum(-1, keepdims=True))
     nats, weights = [], []
     for row, target in enumerate(np.asarray(batch.target_BL)):

@@ -69,10 +69,10 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
     )
     decode = held_out.streams[0].tokenizer.decode
     by_document: dict[int, list[float]] = {}
-    size = 0
+    size, logits_of = 0, jax.jit(run.model.logits)
     for batch in held_out.batches():
         host = batch.batch
-        logits = run.model.logits(params, Batch(*(jnp.asarray(x) for x in vars(host).values())))
+        logits = logits_of(params, Batch(*(jnp.asarray(x) for x in vars(host).values())))
         logits = np.asarray(logits, np.float64)
         for row, column in zip(*np.nonzero(host.target_BL != IGNORE), strict=True):
             target, of_all = host.target_BL[row, column], logits[row, column]

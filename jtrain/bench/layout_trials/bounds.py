@@ -234,7 +234,9 @@ def floor_of(setting: Setting) -> float:
 
 
 def _relative(error: np.ndarray | np.floating[Any], reference: np.ndarray | np.floating[Any]) -> float:
-    """Root of the mean square of an error, relative to that of `reference`; of one number, where a parameter is one."""
+    """Root of the mean square of an error, relative to that of `reference`; of one number, where a parameter
+    is one.
+    """
     size = float(np.sqrt(np.mean(np.square(reference, dtype=np.float64))))
     return (
         # All zeros: any error is too much.

@@ -345,8 +345,8 @@ def as_text(description: Description) -> str:
     """The fields that are not at their default, in one line."""
     model = Transformer(**SIZES | dict(description))
     names = (field.name for field in dataclasses.fields(Transformer) if field.name in dict(description))
-    shown = {name: getattr(model, name) for name in names}
-    return ", ".join(f"{name}={_compact(value)}" for name, value in shown.items())
+    fields = {name: getattr(model, name) for name in names}
+    return ", ".join(f"{name}={_compact(value)}" for name, value in fields.items())
 
 
 def _compact(value: Any) -> str:

@@ -92,7 +92,9 @@ def _objective(model: Model, p: Any, batch: Any) -> Any:
 
 
 def logits_of(model: Model, p: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """Logits [B, L, V], the sum of the routers' losses, and how close any choice or kink was to going the other way."""
+    """Logits [B, L, V], the sum of the routers' losses, and how close any choice or kink was to going the
+    other way.
+    """
     x, router, closest = _hidden(model, p, batch)
     unembed = p["embed_VD"].T if model.tied else p["unembed_DV"]
     logits = x @ unembed * model.logit_scale

@@ -112,14 +112,14 @@ class Lab:
     def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[Course]:
         """Runs whose embeddings are some ulps larger or smaller."""
         setting, first_state = defaults() | dict(key), self._trained(key, variant).first_state
-        given = setting | {"step.first weights": "given"}
+        base_setting = setting | {"step.first weights": "given"}
 
         def moved_by(ulps: int) -> Course:
             run = make_run(setting)
             scale = run.model.embedding_scale * (1 + ulps * ULP)
             moved = dataclasses.replace(run, model=dataclasses.replace(run.model, embedding_scale=scale))
             trainer = Trainer(moved, checksums=bool(setting["step.checksums"]))
-            return train(trainer, given, batches_of(variant), first_state)
+            return train(trainer, base_setting, batches_of(variant), first_state)
 
         return [moved_by(ulps) for ulps in MOVED]
 

@@ -72,9 +72,9 @@ def render(source: str, **variables: Any) -> tuple[str, tuple[tuple[int, int], .
     Raises:
       ValueError: the template fails, or refuses these variables by `raise_exception`.
     """
-    now = datetime.datetime.fromisoformat(variables.pop("now", NOW))
+    date = datetime.datetime.fromisoformat(variables.pop("now", NOW))
     try:
-        marked = compile_template(source).render(strftime_now=now.strftime, **variables)
+        marked = compile_template(source).render(strftime_now=date.strftime, **variables)
     except RecursionError as error:
         raise ValueError("makes the chat template fail: it calls itself without end") from error
     except Exception as error:  # a template may raise whatever Python raises
@@ -87,10 +87,10 @@ def render(source: str, **variables: Any) -> tuple[str, tuple[tuple[int, int], .
     parts.append(first)
     end += len(first)
     for block in blocks:
-        said, _, rest = block.partition(_CLOSE)
-        spans.append((end, end + len(said)))
-        parts += [said, rest]
-        end += len(said) + len(rest)
+        generated, _, tail = block.partition(_CLOSE)
+        spans.append((end, end + len(generated)))
+        parts += [generated, tail]
+        end += len(generated) + len(tail)
     return "".join(parts), tuple(spans)
 
 

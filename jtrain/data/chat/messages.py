@@ -7,7 +7,8 @@ import reprlib
 from typing import Any
 
 UNIT = 1_000_000
-"""Weight 1 of a token in the loss: weights are whole numbers of millionths, as arrays of integers hold them."""
+"""Weight 1 of a token in the loss: weights are whole numbers of millionths, as arrays of integers hold them.
+"""
 
 MOST_WEIGHT = 1000
 """Largest weight of a message, which 32 bits hold in millionths."""
@@ -127,8 +128,8 @@ def _message(number: int, message: Any) -> ChatMessage:
     # Dropping a call or a thought silently would train on an answer without the step that led to it.
     if unreadable := [key for key in _UNREADABLE if message.get(key)]:
         raise ValueError(
-            f"holds {unreadable[0]!r} in message {number}, which chats of text have no place for. Write it into "
-            "the message's content, or calls as 'tool_calls'"
+            f"holds {unreadable[0]!r} in message {number}, which chats of text have no place for. Write it "
+            "into the message's content, or calls as 'tool_calls'"
         )
     role = _text_at(message, number, role_key)
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
@@ -144,9 +145,9 @@ def _message(number: int, message: Any) -> ChatMessage:
                 f"holds {reprlib.repr(role)} as 'from' of message {number}; known are {', '.join(_ROLE_OF)}"
             )
         role = _ROLE_OF[role]
-    others = tuple((key, message[key]) for key in _PASSED_ON if message.get(key) is not None)
+    passed_keys = tuple((key, message[key]) for key in _PASSED_ON if message.get(key) is not None)
     learned, weight = _stated(number, message, role)
-    return ChatMessage(role, content, reasoning, calls, others, learned, weight)
+    return ChatMessage(role, content, reasoning, calls, passed_keys, learned, weight)
 
 
 def _calls_of(number: int, message: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -183,34 +184,35 @@ def _calls_of(number: int, message: dict[str, Any]) -> tuple[dict[str, Any], ...
 
 
 def check_weights(messages: list[ChatMessage]) -> None:
-    """Raises ValueError for a weight between 0 and 1, or above 1, which a source without `message_weights` would
-    not honour.
+    """Raises ValueError for a weight between 0 and 1, or above 1, which a source without `message_weights`
+    would not honour.
     """
     for number, message in enumerate(messages):
         if message.weight not in (0, UNIT):
             raise ValueError(
-                f"holds weight={message.weight / UNIT:g} in message {number} of role {message.role!r}; a weight is 0 "
-                "or 1 unless the source says message_weights=True. Set it, or write train=true or false instead"
+                f"holds weight={message.weight / UNIT:g} in message {number} of role {message.role!r}; a "
+                "weight is 0 or 1 unless the source says message_weights=True. Set it, or write train=true "
+                "or false instead"
             )
 
 
 def _stated(number: int, message: dict[str, Any], role: str) -> tuple[bool | None, int]:
-    """Returns what `weight` and `train` of a message say, and its weight in millionths; raises ValueError for other
-    values.
+    """Returns what `weight` and `train` of a message say, and its weight in millionths; raises ValueError for
+    other values.
     """
     weight, train = message.get("weight"), message.get("train")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and (role != ASSISTANT or not is_number or not 0 <= weight <= MOST_WEIGHT):
         raise ValueError(
-            f"holds weight={reprlib.repr(weight)} in message {number} of role {reprlib.repr(role)}; a weight "
-            f"is a number from 0 to {MOST_WEIGHT}, and of messages of role {ASSISTANT!r}. Write train=true or false "
-            "instead"
+            f"holds weight={reprlib.repr(weight)} in message {number} of role {reprlib.repr(role)}; a "
+            f"weight is a number from 0 to {MOST_WEIGHT}, and of messages of role {ASSISTANT!r}. Write "
+            "train=true or false instead"
         )
     millionths = UNIT if weight is None else round(weight * UNIT)
     if weight and not millionths:
         raise ValueError(
-            f"holds weight={weight!r} in message {number}, which is less than a millionth. Write 0 to leave the "
-            "message out"
+            f"holds weight={weight!r} in message {number}, which is less than a millionth. Write 0 to leave "
+            "the message out"
         )
     if train is not None and not isinstance(train, bool):
         raise ValueError(f"holds train={reprlib.repr(train)} in message {number}; it is true or false")

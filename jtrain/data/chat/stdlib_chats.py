@@ -1,6 +1,7 @@
 """Conversations made from text that comes with every Python: questions about the names in its library.
 
-Each name is in one conversation alone, so a held-out conversation asks about a name that was never trained on.
+Each name is in one conversation alone, so a held-out conversation asks about a name that was never trained
+on.
 
     user       How is `read_all_lines` written?
     assistant  in snake case
@@ -58,16 +59,16 @@ def chat_about(name: str) -> dict[str, Any]:
         )
     )
     turns = ((f"How is `{name}` written?", style_of(name)), (second, answer))
-    said = [text for turn in turns for text in turn]
+    texts = [text for turn in turns for text in turn]
     roles = ("user", "assistant") * len(turns)
     return {
-        "messages": [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        "messages": [{"role": role, "content": content} for role, content in zip(roles, texts, strict=True)]
     }
 
 
 def pair_about(name: str) -> dict[str, Any]:
-    """Returns a record with fields `chosen` and `rejected`: one question about a name with its answer, and with one
-    that is wrong.
+    """Returns a record with fields `chosen` and `rejected`: one question about a name with its answer, and
+    with one that is wrong.
     """
     messages, drawn = chat_about(name)["messages"], random.Random(f"pair {name}")
     question, answer = messages[:2] if drawn.random() < 0.5 else messages[2:]
@@ -77,7 +78,7 @@ def pair_about(name: str) -> dict[str, Any]:
         # The second question does not name what it is about.
         question = f"{question['content'].removesuffix('?')} in `{name}`?"
         answers = ("yes", "no") if answer["content"] in ("yes", "no") else _NUMBERS
-    wrong = drawn.choice([other for other in answers if other != answer["content"]])
+    wrong = drawn.choice([candidate for candidate in answers if candidate != answer["content"]])
     prompt = {"role": "user", "content": question}
     return {
         "chosen": [prompt, answer],

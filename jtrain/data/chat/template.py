@@ -34,7 +34,8 @@ class ChatTemplate:
     source: Jinja of chats.
     tool_source: Jinja of chats with tools, where the tokenizer has one of its own; otherwise empty.
     tokens: special tokens by name, such as `bos_token`, which templates write.
-    stops: tokens at which sampling stops; none of the built-in template, whose turns end where their text ends.
+    stops: tokens at which sampling stops; none of the built-in template, whose turns end where their text
+      ends.
     specials: special tokens of the tokenizer, which no message may spell.
     options: further variables as JSON, such as `enable_thinking`.
     origin: file or setting that has the template, for messages.
@@ -167,11 +168,11 @@ class ChatRule:
 
     def __str__(self) -> str:
         """Text that changes whenever a chat could read otherwise; empty for the default."""
-        shown: dict[str, Any] = {"template": self.template.identity, "tools": self.tools_field}
-        shown["train_on"] = "" if self.train_on == "all" else self.train_on
-        shown["on_rewritten_turn"] = "" if self.on_rewritten_turn == "refuse" else self.on_rewritten_turn
-        shown["message_weights"] = self.message_weights
-        return "".join(f", {name}={value}" for name, value in shown.items() if value)
+        settings: dict[str, Any] = {"template": self.template.identity, "tools": self.tools_field}
+        settings["train_on"] = "" if self.train_on == "all" else self.train_on
+        settings["on_rewritten_turn"] = "" if self.on_rewritten_turn == "refuse" else self.on_rewritten_turn
+        settings["message_weights"] = self.message_weights
+        return "".join(f", {name}={value}" for name, value in settings.items() if value)
 
 
 def load_template(
@@ -186,8 +187,8 @@ def load_template(
     """Returns the chat template of a source.
 
     Args:
-      template: `roles`, the path of a file of Jinja or of a folder with a tokenizer, or Jinja itself; None for
-        the tokenizer's own, or `roles` if it has none.
+      template: `roles`, the path of a file of Jinja or of a folder with a tokenizer, or Jinja itself; None
+        for the tokenizer's own, or `roles` if it has none.
       tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
       field: config path of the source, for messages.
 
@@ -200,9 +201,9 @@ def load_template(
     if template == BUILT_IN:
         return ChatTemplate()
     if template is None:
-        if folder is None or not (found := _template_in(folder)):
+        if folder is None or not (sources_and_origin := _template_in(folder)):
             return ChatTemplate()
-        sources, origin = found
+        sources, origin = sources_and_origin
     elif "{{" in template or "{%" in template:
         sources, origin = {"default": template}, f"{field}.chat_template"
     else:
@@ -213,12 +214,12 @@ def load_template(
                 f"tokenizer's folder, to {BUILT_IN!r}, or to the template itself."
             )
         if path.is_dir() or path.suffix == ".json":
-            if not (found := _template_in(path if path.is_dir() else path.parent)):
+            if not (sources_and_origin := _template_in(path if path.is_dir() else path.parent)):
                 raise UserError(
                     f"{setting}: there is no chat_template.jinja, and no chat_template in a "
                     f"tokenizer_config.json. Set it to a file of Jinja, or to {BUILT_IN!r}."
                 )
-            sources, origin = found
+            sources, origin = sources_and_origin
         else:
             sources, origin = {"default": path.read_text("utf-8")}, str(path)
     from jtrain.data.chat.environment import check_syntax  # lazy: only chats need jinja2

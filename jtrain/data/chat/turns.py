@@ -1,9 +1,9 @@
 """Turns of a chat in its text: what a model would sample, from the generation prompt to the stop token.
 
-Of a chat with messages m0 ... mn, turn i is found by three texts of the template: the prompt (m0 ... mi-1 with
-the generation prompt), the turn when it was sampled (m0 ... mi), and the whole chat. What is sampled is the
-second text behind the first one, through the first stop token. It is learned where the whole chat begins with
-the same characters; otherwise the template rewrites the turn once it is history, and the model would be
+Of a chat with messages m0 ... mn, turn i is found by three texts of the template: the prompt (m0 ... mi-1
+with the generation prompt), the turn when it was sampled (m0 ... mi), and the whole chat. What is sampled is
+the second text behind the first one, through the first stop token. It is learned where the whole chat begins
+with the same characters; otherwise the template rewrites the turn once it is history, and the model would be
 trained on what it never says.
 """
 
@@ -101,11 +101,11 @@ def render_chat(
         if turn.rewritten:
             if rule.on_rewritten_turn == "split":
                 return _split(template, messages, schemas, [n for n in borders if n in learned], text)
-            before, after = _difference(turn.rewritten, text)
+            sampled_excerpt, history_excerpt = _difference(turn.rewritten, text)
             raise ValueError(
-                f"holds a turn, message {turn.number}, that {template.origin} writes otherwise once it is history: "
-                f"{before!r} when it is sampled, {after!r} later. Set on_rewritten_turn='split' for one record a "
-                "turn, or train_on='last'"
+                f"holds a turn, message {turn.number}, that {template.origin} writes otherwise once it is "
+                f"history: {sampled_excerpt!r} when it is sampled, {history_excerpt!r} later. Set "
+                "on_rewritten_turn='split' for one record a turn, or train_on='last'"
             )
         if not mask_prompt and end < turn.start:
             spans.append((end, turn.start))
@@ -199,20 +199,21 @@ def _check_messages(messages: list[ChatMessage], template: ChatTemplate) -> None
     if template.is_built_in:
         return
     for number, message in enumerate(messages):
-        before = messages[number - 1] if number else None
+        previous = messages[number - 1] if number else None
         # A result of a tool follows a call or another result.
-        if message.role == "tool" and not (before and (before.role == "tool" or before.tool_calls)):
+        if message.role == "tool" and not (previous and (previous.role == "tool" or previous.tool_calls)):
             raise ValueError(
-                f"holds message {number} of role 'tool' after {before.role if before else 'nothing'!r}: a role "
-                "out of order, as it answers no call. Add the message with its tool_calls, or remove it"
+                f"holds message {number} of role 'tool' after {previous.role if previous else 'nothing'!r}: "
+                "a role out of order, as it answers no call. Add the message with its tool_calls, or remove "
+                "it"
             )
         for key, text in _strings_of(message):
             for special in template.specials:
                 if special in text:
                     raise ValueError(
-                        f"spells {special!r} in {key!r} of message {number}, a special token of the tokenizer, "
-                        "which would begin or end a turn there. Remove it, or write reasoning into "
-                        "'reasoning_content'"
+                        f"spells {special!r} in {key!r} of message {number}, a special token of the "
+                        "tokenizer, which would begin or end a turn there. Remove it, or write reasoning "
+                        "into 'reasoning_content'"
                     )
 
 
@@ -234,8 +235,8 @@ def _turns_of_built_in(
 @functools.lru_cache(maxsize=256)
 def _marks_of(template: ChatTemplate, role: str) -> tuple[int, int]:
     """Returns the characters that the built-in template writes before and behind a content of a role."""
-    before = len(template.render([], prompts=role)[0])
-    return before, len(template.render([ChatMessage(role, "")])[0]) - before
+    prefix_length = len(template.render([], prompts=role)[0])
+    return prefix_length, len(template.render([ChatMessage(role, "")])[0]) - prefix_length
 
 
 def _sampled_turns(
@@ -277,35 +278,37 @@ def _sample(
     the end of the document.
     """
     prompt, _ = template.render(messages[:number], tools, prompts=messages[number].role)
-    own = text
+    history = text
     if number + 1 < len(messages):
-        own, _ = template.render(messages[: number + 1], tools)
-    if not own.startswith(prompt):
-        written, expected = _difference(own, prompt)
+        history, _ = template.render(messages[: number + 1], tools)
+    if not history.startswith(prompt):
+        written, expected = _difference(history, prompt)
         raise ValueError(
-            f"holds a turn, message {number}, that cannot be sampled: {template.origin} writes {written!r} where "
-            f"its generation prompt has {expected!r}. Set template_options (enable_thinking, say) so that both "
-            "agree, or another chat_template"
+            f"holds a turn, message {number}, that cannot be sampled: {template.origin} writes {written!r} "
+            f"where its generation prompt has {expected!r}. Set template_options (enable_thinking, say) so "
+            "that both agree, or another chat_template"
         )
     start = len(prompt)
     # The stop token that comes first; of two that begin alike, the longer one.
-    stops = [(at, -len(stop)) for stop in template.stops if (at := own.find(stop, start)) >= 0]
+    stops = [
+        (position, -len(stop)) for stop in template.stops if (position := history.find(stop, start)) >= 0
+    ]
     if stops:
         first, length = min(stops)
-        return start, own[: first - length], False
+        return start, history[: first - length], False
     # Where the history reads otherwise it does not show how the turn stops, and the turn stands alone.
-    if number + 1 == len(messages) or not text.startswith(own):
-        return start, own, True
+    if number + 1 == len(messages) or not text.startswith(history):
+        return start, history, True
     # A stop token may belong to the next message, as `<|user|>` in GLM.
-    next_stop = next((stop for stop in template.stops if text.startswith(stop, len(own))), "")
+    next_stop = next((stop for stop in template.stops if text.startswith(stop, len(history))), "")
     if not next_stop:
-        known = ", ".join(map(repr, template.stops)) or "none"
+        stop_texts = ", ".join(map(repr, template.stops)) or "none"
         raise ValueError(
-            f"holds a turn, message {number}, that cannot stop: {template.origin} writes no stop token after it "
-            f"(known: {known}), but goes on with {text[len(own) :][:_EXCERPT]!r}. Name the token in stop_tokens, "
-            "or add it to the template"
+            f"holds a turn, message {number}, that cannot stop: {template.origin} writes no stop token "
+            f"after it (known: {stop_texts}), but goes on with {text[len(history) :][:_EXCERPT]!r}. Name "
+            "the token in stop_tokens, or add it to the template"
         )
-    return start, own + next_stop, False
+    return start, history + next_stop, False
 
 
 def _check_contents(
@@ -321,17 +324,19 @@ def _check_contents(
     answers.
     """
     text = turn.rewritten or text
-    said, prompt = text[turn.start : turn.end], text[: turn.start]
+    turn_text, prompt = text[turn.start : turn.end], text[: turn.start]
     for number, message in enumerate(messages[first : turn.number + 1], start=first):
         # What is left of the reasoning of earlier turns is the template's choice, as it is when sampling.
         is_turn = number == turn.number
         strings = _strings_of(message, with_reasoning=is_turn)
         for key, string in strings:
-            if lost := [piece for piece in _pieces(string) if not _is_in(piece, said if is_turn else prompt)]:
+            if lost := [
+                piece for piece in _pieces(string) if not _is_in(piece, turn_text if is_turn else prompt)
+            ]:
                 raise ValueError(
-                    f"holds {key!r} in message {number} of role {message.role!r} that {template.origin} leaves "
-                    f"out: {lost[0][:_EXCERPT]!r} is not in its text. Set another chat_template, or write it "
-                    "into the content"
+                    f"holds {key!r} in message {number} of role {message.role!r} that {template.origin} "
+                    f"leaves out: {lost[0][:_EXCERPT]!r} is not in its text. Set another chat_template, or "
+                    "write it into the content"
                 )
     for tool in tools or []:
         name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
@@ -382,6 +387,6 @@ def _is_in(piece: str, text: str) -> bool:
 
 def _difference(text: str, other: str) -> tuple[str, str]:
     """Returns excerpts of two texts from a little before the first place where they differ."""
-    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
-    first = max((min(len(text), len(other)) if same is None else same) - _EXCERPT // 4, 0)
+    common_length = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+    first = max((min(len(text), len(other)) if common_length is None else common_length) - _EXCERPT // 4, 0)
     return text[first:][:_EXCERPT], other[first:][:_EXCERPT]

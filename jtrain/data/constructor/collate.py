@@ -45,8 +45,8 @@ class Rows:
 
 
 def name_words(words: Int32[np.ndarray, "arrays rows L"]) -> RowArrays:
-    """Returns the arrays of a batch, by name, that lie in memory one after another: `ARRAYS`, and weights if there
-    are five.
+    """Returns the arrays of a batch, by name, that lie in memory one after another: `ARRAYS`, and weights if
+    there are five.
     """
     arrays: RowArrays = dict(zip(ARRAYS, words, strict=False))
     return arrays if len(words) == len(ARRAYS) else arrays | {WEIGHTS: words[-1].view(np.float32)}

@@ -21,9 +21,9 @@ def pieces_of_step(dataset: TextDataset, step: int, *, tokens: bool = False) -> 
 
     Returns:
       Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and
-      `end_token` in that chunk, `text`; of a preference pair `answer`, better or worse; for sources with a loss
-      mask also `learned`, the spans of those tokens that are targets, and `marked`, the text in short with the
-      learned spans between [[ and ]].
+      `end_token` in that chunk, `text`; of a preference pair `answer`, better or worse; for sources with a
+      loss mask also `learned`, the spans of those tokens that are targets, and `marked`, the text in short
+      with the learned spans between [[ and ]].
     """
     with dataset.train_batches(inline=True) as iterator:
         batch = next(itertools.islice(iterator, step, None))

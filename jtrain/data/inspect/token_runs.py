@@ -62,10 +62,10 @@ def _tokens_html(piece: dict[str, Any]) -> str:
     """Markup of a piece; tokens are escaped, since texts are not ours."""
     marks = []
     for token, is_learned in zip(piece["tokens"], piece["is_learned"], strict=True):
-        shown = html.escape(repr(token)[1:-1])
+        escaped = html.escape(repr(token)[1:-1])
         ends_line = "<br>" if token.endswith("\n") else ""
         title = "learned" if is_learned else "read"
         marks.append(
-            f'<span class="{title}" title="{title}" style="{_STYLE[is_learned]}">{shown}</span>{ends_line}'
+            f'<span class="{title}" title="{title}" style="{_STYLE[is_learned]}">{escaped}</span>{ends_line}'
         )
     return f'<p style="font-family:monospace;line-height:2">{"".join(marks)}</p>'

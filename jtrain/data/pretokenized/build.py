@@ -81,8 +81,8 @@ def prepare(
             )
         if recipe.source.rejected_field is not None:
             raise UserError(
-                f"{field_of(recipe.name)}.rejected_field={recipe.source.rejected_field!r}: an index of prepared tokens "
-                "holds no preference pairs. Read them as text, without data prepare."
+                f"{field_of(recipe.name)}.rejected_field={recipe.source.rejected_field!r}: an index of "
+                "prepared tokens holds no preference pairs. Read them as text, without data prepare."
             )
     out.mkdir(parents=True, exist_ok=True)
     with _explain_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:

@@ -54,11 +54,11 @@ class Source:
     """Source of documents, with a share in the mixture.
 
     path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard
-      library), `stdlib_chats` (conversations about the names in it), `stdlib_pairs` (a right and a wrong answer about
-      each name), or the URL of a file, folder or glob:
-      s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A folder takes only its
-      data files (`data_files`); a file or a glob takes all that it names. For format grain,
-      `module:function` or `path/to/file.py:function` of a function that returns a `grain.MapDataset` of str.
+      library), `stdlib_chats` (conversations about the names in it), `stdlib_pairs` (a right and a wrong
+      answer about each name), or the URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://,
+      or another scheme that fsspec knows. A folder takes only its data files (`data_files`); a file or a glob
+      takes all that it names. For format grain, `module:function` or `path/to/file.py:function` of a function
+      that returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
     format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one
       object, an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header),
@@ -72,10 +72,10 @@ class Source:
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt
       before its completion. `instruction+input` joins two fields, each with a line end, empty ones left out.
       Prompt and completion may both be lists of messages. Not together with `mask_field`.
-    rejected_field: field of the worse answer of a preference pair, for `objective=DPO(...)`. The better one is in
-      `text_field`, behind the prompt of `prompt_field`, all three texts or lists of messages; or both are
-      whole chats, the better one in `messages_field`, which differ in their last message alone. A pair is one
-      sample: both texts are in one row, each by itself, and the answers alone are learned.
+    rejected_field: field of the worse answer of a preference pair, for `objective=DPO(...)`. The better one
+      is in `text_field`, behind the prompt of `prompt_field`, all three texts or lists of messages; or both
+      are whole chats, the better one in `messages_field`, which differ in their last message alone. A pair is
+      one sample: both texts are in one row, each by itself, and the answers alone are learned.
     mask_prompt: False to learn the prompt as well, or every message.
     mask_field: field of the spans of the text that are learned: a list of [start, end] in characters
       (Python's, not bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and
@@ -98,17 +98,17 @@ class Source:
     on_rewritten_turn: rule for chats of which an earlier turn reads otherwise than when it was sampled, as
       with a template that drops earlier reasoning: they are bad records (`refuse`), or one record a turn
       (`split`), each with what the model has read before it.
-    message_weights: True if the `weight` of a message is any number up to 1,000, by which the loss of its tokens
-      is multiplied; the mean of a step is then that of weighted tokens (docs/data.md). Without it weights are 0
-      and 1.
+    message_weights: True if the `weight` of a message is any number up to 1,000, by which the loss of its
+      tokens is multiplied; the mean of a step is then that of weighted tokens (docs/data.md). Without it
+      weights are 0 and 1.
     on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`,
       or of an adopted index with labels of -100) that are longer than a row. The other samples are in one row
       each, unless `data.packing` is `concat`.
       `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few
       pieces as hold them; of a turn that is longer than a row the end is left out, or all of it if no learned
       token is within the row. `drop` leaves the sample out. Samples of which something is left out are
-      counted (`data_skipped`) and logged. `refuse` ends the run. Preference pairs are never cut: without `drop` one
-      that is longer than a row ends the run.
+      counted (`data_skipped`) and logged. `refuse` ends the run. Preference pairs are never cut: without
+      `drop` one that is longer than a row ends the run.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be
       shuffled too. Raise it for longer contexts.
@@ -199,15 +199,15 @@ class Source:
         rejected = self.rejected_field
         if self.messages_field is None and self.prompt_field is None:
             raise UserError(
-                f"{field}.rejected_field={rejected!r} needs the prompt of both answers. Set {field}.prompt_field, or "
-                f"{field}.messages_field to the field of the better chat."
+                f"{field}.rejected_field={rejected!r} needs the prompt of both answers. Set "
+                f"{field}.prompt_field, or {field}.messages_field to the field of the better chat."
             )
         if rejected in ("", self.messages_field, self.prompt_field) or (
             self.messages_field is None and rejected == self.text_field
         ):
             raise UserError(
-                f"{field}.rejected_field={rejected!r} must name a field of its own, that of the worse answer. Set "
-                f"{field}.rejected_field, and {field}.text_field to the field of the better one."
+                f"{field}.rejected_field={rejected!r} must name a field of its own, that of the worse "
+                f"answer. Set {field}.rejected_field, and {field}.text_field to the field of the better one."
             )
         for setting, only in (("mask_prompt", True), ("on_rewritten_turn", "refuse")):
             if (value := getattr(self, setting)) != only:
@@ -225,11 +225,11 @@ class Source:
         # Refused, since a setting without effect hides a typing error in another one.
         # A factory makes the default of template_options, so its field has none.
         unset = {field.name: field.default for field in dataclasses.fields(self)} | {"template_options": {}}
-        given = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
-        if given and self.messages_field is None and self.prompt_field is None:
+        set_names = [name for name in _OF_CHATS if getattr(self, name) != unset[name]]
+        if set_names and self.messages_field is None and self.prompt_field is None:
             raise UserError(
-                f"{field}.{given[0]}={getattr(self, given[0])!r} is for chats. Set {field}.messages_field, "
-                "or remove it."
+                f"{field}.{set_names[0]}={getattr(self, set_names[0])!r} is for chats. Set "
+                f"{field}.messages_field, or remove it."
             )
         if self.tools_field and self.messages_field is None:
             raise UserError(
@@ -242,7 +242,7 @@ class Source:
                 "message_weights=True. Remove one of the two."
             )
         for setting in choices:
-            if not self.mask_prompt and setting in given:
+            if not self.mask_prompt and setting in set_names:
                 raise UserError(
                     f"{field}: mask_prompt=False learns every message, but "
                     f"{setting}={getattr(self, setting)!r}. Remove one of the two."

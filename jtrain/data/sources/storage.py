@@ -22,8 +22,8 @@ STDLIB = "stdlib"
 machine."""
 
 STDLIB_CHATS, STDLIB_PAIRS = "stdlib_chats", "stdlib_pairs"
-"""Paths of sources that stand for conversations about the names in that library, and for a right and a wrong answer to
-one question about each name.
+"""Paths of sources that stand for conversations about the names in that library, and for a right and a wrong
+answer to one question about each name.
 """
 
 _EDITIONS = {STDLIB_CHATS: 2, STDLIB_PAIRS: 1}

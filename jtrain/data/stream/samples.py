@@ -96,7 +96,7 @@ class SampleReader:
           watch: called with the index of a chunk before its record is read; not for the first one.
         """
         records = chunks.record.tolist()
-        samples = {n: kept for n in records if (kept := _KEPT.get((self._key, n))) is not None}
+        samples = {n: copied for n in records if (copied := _KEPT.get((self._key, n))) is not None}
         # Record -> index of its first chunk; reversed, so that the first one stays.
         first_index = {record: i for i, record in reversed(list(enumerate(records)))}
         unread = [record for record in dict.fromkeys(records) if record not in samples]
@@ -130,8 +130,8 @@ class SampleReader:
             # Only samples of several slots are asked for again, or bad ones, whatever slots they have.
             if end - start > self._setup.chunk_tokens or chunks.first[first] or record in reasons:
                 # Copies: views would keep the tokens of all these samples.
-                kept = sample._replace(ids=sample.ids.copy(), ignored=runs.copy())
-                _KEPT.add((self._key, record), kept, kept.size_bytes)
+                copied = sample._replace(ids=sample.ids.copy(), ignored=runs.copy())
+                _KEPT.add((self._key, record), copied, copied.size_bytes)
         return _join(chunks, samples, ids[:0])
 
     def spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:

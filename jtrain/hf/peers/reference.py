@@ -162,8 +162,8 @@ RECURRENT = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
 }
-"""transformers' delta rules in chunks, and token by token. Decays between tokens of a chunk are differences of
-sums there, with errors of 1e-4 for fast heads; those of single tokens are exact."""
+"""transformers' delta rules in chunks, and token by token. Decays between tokens of a chunk are differences
+of sums there, with errors of 1e-4 for fast heads; those of single tokens are exact."""
 
 
 def compute_decays_exactly(model: transformers.PreTrainedModel) -> None:

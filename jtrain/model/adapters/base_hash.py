@@ -76,10 +76,12 @@ def _sums_of(info: ParamInfo, value: Array) -> UInt32[Array, "4"]:
     # The place within a layer, and the layer's own number in the model: the numbers of a stack may exceed 32
     # bits.
     stacked = info.is_stacked
-    place = jnp.zeros(bits.shape, jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(stacked, bits.ndim):
         # Number of the element in the order of rows; it wraps around.
-        place = place * np.uint32(bits.shape[dim]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        position = position * np.uint32(bits.shape[dim]) + jax.lax.broadcasted_iota(
+            jnp.uint32, bits.shape, dim
+        )
     counted = jnp.ones(bits.shape, jnp.uint32)
     if stacked:
         order = np.arange(bits.shape[0]) if info.layer_order is None else np.asarray(info.layer_order)
@@ -87,9 +89,9 @@ def _sums_of(info: ParamInfo, value: Array) -> UInt32[Array, "4"]:
         layer = jnp.broadcast_to(jnp.asarray(order.astype(np.uint32)).reshape(shape), bits.shape)
         # Identity layers of a pipeline are not the model's.
         counted = jnp.broadcast_to(jnp.asarray((order >= 0).astype(np.uint32)).reshape(shape), bits.shape)
-        place = mix_bits(place ^ mix_bits(layer + np.uint32(0x9E3779B9)))
+        position = mix_bits(position ^ mix_bits(layer + np.uint32(0x9E3779B9)))
     words = [
-        jnp.sum(counted * mix_bits(bits ^ mix_bits(place + np.uint32(salt))), dtype=jnp.uint32)
+        jnp.sum(counted * mix_bits(bits ^ mix_bits(position + np.uint32(salt))), dtype=jnp.uint32)
         for salt in range(1, _SUMS + 1)
     ]
     return jnp.stack(words)

@@ -1,17 +1,17 @@
 """Frozen matrices in blocks of 64 numbers: NF4 (arXiv:2305.14314, section 3), or int8.
 
-A block is 64 neighbours along a matrix's inputs and has one float32 scale, its largest absolute value. The weight of
-a torch Linear is [outputs, inputs], so its blocks are those of bitsandbytes: `quantize` and `dequantize` have the bits
-of `quantize_4bit(weight, blocksize=64, quant_type="nf4")` of bitsandbytes 0.50.2 on a CPU, two codes a byte, the
-first in the upper half. Numbers below 1.2e-38 count as zero.
+A block is 64 neighbours along a matrix's inputs and has one float32 scale, its largest absolute value. The
+weight of a torch Linear is [outputs, inputs], so its blocks are those of bitsandbytes: `quantize` and
+`dequantize` have the bits of `quantize_4bit(weight, blocksize=64, quant_type="nf4")` of bitsandbytes 0.50.2
+on a CPU, two codes a byte, the first in the upper half. Numbers below 1.2e-38 count as zero.
 
 | format | code of x, scale s | its value | bytes a number |
 |---|---|---|---|
 | nf4 | number of midpoints of `NF4` below x (1 / s) | NF4[code] s | 1/2 + 4/64 |
 | int8 | x (127 / s), rounded to nearest, half to even | code (s / 127) | 1 + 4/64 |
 
-Example: of a block with scale 2.0 the number 0.5 is 0.25 of it, between the midpoints 0.2035 and 0.2920, so it has
-code 10 and comes back as 0.2461 * 2.0 = 0.4922.
+Example: of a block with scale 2.0 the number 0.5 is 0.25 of it, between the midpoints 0.2035 and 0.2920, so
+it has code 10 and comes back as 0.2461 * 2.0 = 0.4922.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class BlockQuantized:
     Both arrays have the matrix's dimensions and its partition. Its leaves may also be shapes.
 
     codes: uint8 with half as many of the last input (nf4), or int8.
-    scale: float32, one for 64 inputs; where several dimensions are inputs the first has their blocks, and the others
-      are 1: a matrix NHD = 4 x 32 x 256 has scales of 2 x 1 x 256.
+    scale: float32, one for 64 inputs; where several dimensions are inputs the first has their blocks, and the
+      others are 1: a matrix NHD = 4 x 32 x 256 has scales of 2 x 1 x 256.
     num_inputs, num_outputs: dimensions of the matrix, behind those of layers and experts.
     """
 
@@ -140,8 +140,8 @@ def _packed(codes: UInt8[Array, "*lead pairs 2 outs"]) -> UInt8[Array, "*lead pa
 
 
 def _unpacked(codes: UInt8[Array, "*lead pairs 1 outs"]) -> UInt8[Array, "*lead pairs 2 outs"]:
-    # By shifts of one broadcast array, which a compiler fuses into the product that follows; a stack of two would be
-    # written first.
+    # By shifts of one broadcast array, which a compiler fuses into the product that follows; a stack of two
+    # would be written first.
     shape = (*codes.shape[:-2], 2, codes.shape[-1])
     shift = np.uint8(4) - np.uint8(4) * jax.lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2)
     return jnp.broadcast_to(codes, shape) >> shift & np.uint8(15)

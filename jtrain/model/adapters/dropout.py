@@ -1,8 +1,9 @@
 """Dropout before the first matrix of an adapter, drawn by place.
 
-Whether a number of x is dropped is a hash of seed, step, place of the token in the global batch, matrix, layer, and
-number of the input. So every layout, a recomputation and a resumed run drop the same numbers, and no state is kept.
-The hash is made in three parts, each from the one before, so that a number costs one mix of bits:
+Whether a number of x is dropped is a hash of seed, step, place of the token in the global batch, matrix,
+layer, and number of the input. So every layout, a recomputation and a resumed run drop the same numbers, and
+no state is kept. The hash is made in three parts, each from the one before, so that a number costs one mix of
+bits:
 
 | part | of | shape |
 |---|---|---|

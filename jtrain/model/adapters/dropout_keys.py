@@ -17,8 +17,8 @@ from jtrain.model.param import Params
 def with_dropout_keys(layout: Layout, weights: Params) -> Params:
     """Adds what tells the dropout of one matrix and layer from that of another, if the adapter has dropout.
 
-    Beside A and B of each target: the key of `adapters.dropout.matrix_key`, and the number of the first input that
-    this device has, uint32 [2] for each of its layers.
+    Beside A and B of each target: the key of `adapters.dropout.matrix_key`, and the number of the first input
+    that this device has, uint32 [2] for each of its layers.
 
     Args:
       weights: as layers read them, from `attach_values`.

@@ -24,15 +24,15 @@ class LoRA:
       the end of a parameter's path with or without its dimensions: `layers.attention.q_DNH` is also `q`,
       `attention.q` and `q_DNH`. Experts of a mixture have one each.
     dropout: share of the inputs of A that a train step replaces by zero, the others being multiplied by
-      1 / (1 - dropout); for each matrix its own, and never in an evaluation. By place, so the same on every layout
-      (`jtrain.model.adapters.dropout`). Not for experts.
+      1 / (1 - dropout); for each matrix its own, and never in an evaluation. By place, so the same on every
+      layout (`jtrain.model.adapters.dropout`). Not for experts.
     train: further parameters that are trained, whole, by the same kind of patterns: `*norm*`, `embed`.
     base: workdir, or checkpoint in one (`runs/a/checkpoints/1000`), of the frozen weights, as `jtrain hf
       import` writes it; None draws them from the seed.
     start: folder of peft whose A and B the run begins with; None draws A, and B is zero.
-    base_dtype: number format of the frozen weights; None is `precision.param_dtype`. With `nf4` or `int8` the matrices
-      of the layers, but for routers, are in blocks (`jtrain.model.adapters.block_quantization`), and other frozen
-      weights in bfloat16.
+    base_dtype: number format of the frozen weights; None is `precision.param_dtype`. With `nf4` or `int8` the
+      matrices of the layers, but for routers, are in blocks (`jtrain.model.adapters.block_quantization`), and
+      other frozen weights in bfloat16.
 
     Raises:
       UserError: a value out of range.
@@ -78,8 +78,8 @@ class LoRA:
         trained = _matching("train", self.train, infos)
         if both := sorted(targets & trained):
             raise UserError(
-                f"adapter.train and adapter.targets both name {first_few(both, 3)}: a matrix is trained whole or "
-                "has an adapter. Take it out of one of them."
+                f"adapter.train and adapter.targets both name {first_few(both, 3)}: a matrix is trained "
+                "whole or has an adapter. Take it out of one of them."
             )
         return _adapted(infos, targets, trained, self.rank, self.base_dtype)
 

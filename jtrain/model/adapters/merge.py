@@ -27,11 +27,11 @@ def merge(
     def merged(info: ParamInfo, value: Any) -> Array:
         # A base in blocks: its numbers as the steps computed with them.
         value = dequantize(value, "float32") if is_quantized(value) else value
-        own = sorted(path for path in parts if path.rpartition(".")[0] == f"{info.path}{ADAPTER}")
-        if not own:
+        adapter_paths = sorted(path for path in parts if path.rpartition(".")[0] == f"{info.path}{ADAPTER}")
+        if not adapter_paths:
             return value.astype(dtype_of(info))
         # Sorted above: A comes before B.
-        down, up = (at_path(params, path) for path in own)
+        down, up = (at_path(params, path) for path in adapter_paths)
         # Stacked layers and experts lead the dimensions of a matrix, and so those of its A and B.
         lead = len(info.dims) - len(info.dims.removeprefix("Y").removeprefix("X"))
         product = _product(down, up, lead)

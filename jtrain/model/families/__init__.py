@@ -37,8 +37,8 @@ _MODULES = (
 
 def _families() -> dict[str, Family]:
     modules = [importlib.import_module(f"{__name__}.{name}") for name in _MODULES]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
-    return {family.model_type: family for family in found}
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.model_type: family for family in families}
 
 
 FAMILIES = _families()

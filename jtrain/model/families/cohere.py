@@ -1,5 +1,5 @@
-"""Cohere's Command R, R7B and A, their mixtures, and the text model of Compass: layer norms without biases, both
-branches from one norm, and no positions where attention is full.
+"""Cohere's Command R, R7B and A, their mixtures, and the text model of Compass: layer norms without biases,
+both branches from one norm, and no positions where attention is full.
 """
 
 from typing import Any

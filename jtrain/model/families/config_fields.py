@@ -116,8 +116,8 @@ class Fields:
           UserError: a field has another value.
         """
         for key, value in supported.items():
-            if (given := self.get(key, value)) != value:
-                raise UserError(f"config.json: {key}={given!r} is not supported, only {value!r}.")
+            if (field_value := self.get(key, value)) != value:
+                raise UserError(f"config.json: {key}={field_value!r} is not supported, only {value!r}.")
 
     def ignore(self, *keys: str) -> None:
         """Counts fields as read that change nothing in this family."""
@@ -144,11 +144,11 @@ class Fields:
           UserError: there are such fields.
         """
         if unread := self.unread:
-            listed = ", ".join(named(unread))
+            field_names = ", ".join(named(unread))
             raise UserError(
-                f"config.json: {listed}: model_type={self._config.get('model_type')!r} is not known to have "
-                "such a field, which may change what the model computes. Delete it from config.json if it "
-                "does not."
+                f"config.json: {field_names}: model_type={self._config.get('model_type')!r} is not known to "
+                "have such a field, which may change what the model computes. Delete it from config.json if "
+                "it does not."
             )
 
     def layer_types(
@@ -167,7 +167,9 @@ class Fields:
         return kinds
 
     def sparse_layers(self, num_layers: int, *, dense: int) -> tuple[bool, ...]:
-        """True for each layer with a mixture of experts, by `mlp_layer_types`; else all but the first `dense`."""
+        """True for each layer with a mixture of experts, by `mlp_layer_types`; else all but the first
+        `dense`.
+        """
         default = ["dense"] * dense + ["sparse"] * (num_layers - dense)
         return tuple(
             kind == "sparse" for kind in self.layer_types(num_layers, default, key="mlp_layer_types")
@@ -234,8 +236,8 @@ class Fields:
         # What is left was not read; zeros and empty lists say nothing.
         if left := {key: value for key, value in values.items() if key not in _READ_WITH and value}:
             raise UserError(
-                f"config.json: {source} of type {rope_type} has {left}, which is not supported. Delete it from "
-                "config.json if it changes nothing."
+                f"config.json: {source} of type {rope_type} has {left}, which is not supported. Delete it "
+                "from config.json if it changes nothing."
             )
         return scaling
 

@@ -35,10 +35,10 @@ class Family:
     """A `model_type` of transformers.
 
     architecture: class of its causal language model.
-    read: builds the model that the fields of a config.json describe; None for a table of names of a user's own,
-      which only exports.
-    write: fields of the config.json that describes a model, if one of this family can: it is of this family if
-      `read` makes the same model of them.
+    read: builds the model that the fields of a config.json describe; None for a table of names of a user's
+      own, which only exports.
+    write: fields of the config.json that describes a model, if one of this family can: it is of this family
+      if `read` makes the same model of them.
     """
 
     model_type: str

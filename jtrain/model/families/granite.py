@@ -1,5 +1,5 @@
-"""Granite 3 and its mixtures (arXiv:2405.04324), and HyperCLOVA X SEED (arXiv:2506.22403), which scale what each
-part adds.
+"""Granite 3 and its mixtures (arXiv:2405.04324), and HyperCLOVA X SEED (arXiv:2506.22403), which scale what
+each part adds.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""Families with layer norms: GPT-NeoX and Pythia (arXiv:2204.06745, 2304.01373), StarCoder2 (arXiv:2402.19173),
-Nemotron-4 (arXiv:2402.16819), StableLM 2 (arXiv:2402.17834) and Falcon (arXiv:2311.16867).
+"""Families with layer norms: GPT-NeoX and Pythia (arXiv:2204.06745, 2304.01373), StarCoder2
+(arXiv:2402.19173), Nemotron-4 (arXiv:2402.16819), StableLM 2 (arXiv:2402.17834) and Falcon
+(arXiv:2311.16867).
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Values of fields that a config.json leaves out, where transformers' class has another than most have.
 
-A field that is null has no value here: that is a value of its own. tests/hf/test_model_config.py checks some of
-them; all were compared with transformers 5.23 for each field of each small config of tests/families.
+A field that is null has no value here: that is a value of its own. tests/hf/test_model_config.py checks some
+of them; all were compared with transformers 5.23 for each field of each small config of tests/families.
 """
 
 from collections.abc import Mapping

@@ -59,9 +59,9 @@ def _read_ministral3(fields: Fields) -> Transformer:
             "config.json: rope_parameters of ministral3 needs llama_4_scaling_beta and "
             "original_max_position_embeddings, which say how queries grow with their position."
         )
-    beside = ("llama_4_scaling_beta", "max_position_embeddings")
+    scaling_fields = ("llama_4_scaling_beta", "max_position_embeddings")
     attention = AttentionSpec(
-        rope=fields.rope(theta=1e6, beside=beside),
+        rope=fields.rope(theta=1e6, beside=scaling_fields),
         window=fields.get("sliding_window"),
         temperature=QueryTemperature(float(beta), int(scale)),
     )

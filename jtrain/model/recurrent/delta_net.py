@@ -38,8 +38,8 @@ class DeltaNetSpec(MixerSpec):
     decay: of the state, a number for each `head`, or for each `channel` of the keys (KDA).
     rank: width R of the two projections that make decays of channels and the gate in two steps (KDA); None
       projects in one.
-    decay_floor: smallest logarithm of a decay, which is then `floor * sigmoid(rate * (x + bias))` (Ling 3); None
-      for `-rate * softplus(x + bias)`, which has none.
+    decay_floor: smallest logarithm of a decay, which is then `floor * sigmoid(rate * (x + bias))` (Ling 3);
+      None for `-rate * softplus(x + bias)`, which has none.
     gate: nonlinearity of the output's gate.
     max_step: largest step size; 2 also allows negative eigenvalues (arXiv:2411.12537).
     norm_eps: added to the mean square in its own norm; None takes the model's.
@@ -66,13 +66,13 @@ class DeltaNetSpec(MixerSpec):
             )
         if self.decay == "head" and self.rank is not None:
             raise UserError(
-                f"DeltaNetSpec.decay=head with rank={self.rank}: decays of heads are made in one step. Set rank=None, "
-                "or decay=channel."
+                f"DeltaNetSpec.decay=head with rank={self.rank}: decays of heads are made in one step. Set "
+                "rank=None, or decay=channel."
             )
         if self.decay_floor is not None and self.decay_floor >= 0:
             raise UserError(
-                f"DeltaNetSpec.decay_floor={self.decay_floor} must be below 0: it is the logarithm of a decay. Set "
-                "None for no floor."
+                f"DeltaNetSpec.decay_floor={self.decay_floor} must be below 0: it is the logarithm of a "
+                "decay. Set None for no floor."
             )
 
     def module(self, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> "DeltaNet":

@@ -61,8 +61,8 @@ class Mamba2Spec(MixerSpec):
         for field in ("num_groups", "norm_groups"):
             if self.num_heads % (groups := getattr(self, field)):
                 raise UserError(
-                    f"Mamba2Spec.num_heads={self.num_heads} is not a multiple of {field}={groups}: groups are "
-                    "of whole heads, and of as many each. Set one of them."
+                    f"Mamba2Spec.num_heads={self.num_heads} is not a multiple of {field}={groups}: groups "
+                    "are of whole heads, and of as many each. Set one of them."
                 )
 
     def module(self, sizes: ModelSizes, norm: NormSpec, *, layers: int) -> "Mamba2":
@@ -189,10 +189,10 @@ class Mamba2(RecurrentMixer):
         square_BLZ1 = jnp.sum(y_BLZC * y_BLZC, axis=-1, keepdims=True)
         if tensor.size > groups:
             # Each device adds to the sum of its group.
-            own = jax.lax.axis_index("tensor") * groups // tensor.size
-            of_all_BLZ1 = square_BLZ1 * jax.nn.one_hot(own, groups)[None, None, :, None]
+            first_group = jax.lax.axis_index("tensor") * groups // tensor.size
+            of_all_BLZ1 = square_BLZ1 * jax.nn.one_hot(first_group, groups)[None, None, :, None]
             of_all_BLZ1 = jax.lax.psum(of_all_BLZ1, "tensor")
-            square_BLZ1 = jax.lax.dynamic_slice_in_dim(of_all_BLZ1, own, 1, axis=2)
+            square_BLZ1 = jax.lax.dynamic_slice_in_dim(of_all_BLZ1, first_group, 1, axis=2)
         y_BLZC *= jax.lax.rsqrt(square_BLZ1 / of_group + self.eps)
         y_BLAH = y_BLZC.reshape(y32_BLAH.shape)
         return y_BLAH * aligned(local_part(self.norm_scale_AH[...], heads), y_BLAH)

@@ -92,10 +92,10 @@ class Parallel(Mixer):
     ) -> tuple[Float[Array, "B L D"], tuple[Any, ...]]:
         """Sum of the outputs at the next positions, and what each mixer keeps."""
         results = [
-            getattr(self, mixer.name).extend(x_BLD, rotation, position_BL, valid_BL, own)
-            for mixer, own in zip(self.spec.mixers, cache, strict=True)
+            getattr(self, mixer.name).extend(x_BLD, rotation, position_BL, valid_BL, mixer_cache)
+            for mixer, mixer_cache in zip(self.spec.mixers, cache, strict=True)
         ]
-        return self._sum(y_BLD for y_BLD, _ in results), tuple(own for _, own in results)
+        return self._sum(y_BLD for y_BLD, _ in results), tuple(mixer_cache for _, mixer_cache in results)
 
     def _sum(self, outputs: Any) -> Float[Array, "B _ D"]:
         first_BLD, *others = (y_BLD * scale for y_BLD, scale in zip(outputs, self.spec.scales, strict=True))

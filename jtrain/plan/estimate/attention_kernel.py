@@ -2,11 +2,12 @@
 and its workspace.
 
 Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the calls of the
-step's trace. An implementation that the planning machine has not installed is not chosen; `explain_attention`
-says so.
+step's trace. A machine that is only named chooses as if all optional packages were installed, whatever is
+installed where the plan is made.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,9 @@ def implementation(job: Job) -> str:
 
 
 def explain_attention(job: Job) -> str:
-    """The chosen implementation, the reason, and the implementations that would have to be installed
-    first.
-    """
-    name, reason, rejected = _job_choice(job)
-    # Of the rejected, only those that an installation would bring in are of use to a reader.
-    missing = [f"{candidate}: {obstacle}" for candidate, obstacle in rejected if "not installed" in obstacle]
-    return f"attention by {name}: {'; '.join([reason, *missing])}"
+    """The chosen implementation, and the reason."""
+    name, reason = _job_choice(job)
+    return f"attention by {name}: {reason}"
 
 
 def attention_s(job: Job) -> tuple[float, float]:
@@ -45,7 +42,7 @@ def attention_s(job: Job) -> tuple[float, float]:
     assert job.machine is not None, "seconds are those of a machine"
     forward_s = backward_s = 0.0
     for call in job.step.attention:
-        passes_s = _passes_s(job.machine.device, *_arguments(job, call))
+        passes_s = _passes_s(_question(job, call))
         if call.when == "forward":
             forward_s += call.count * passes_s[0]
         else:
@@ -78,9 +75,9 @@ def _workspace(job: Job, call: AttentionCalls) -> int:
     if job.platform == "tpu":
         # One chunk of queries and one of keys at a time, and one float32 array of scores. The gradient of
         # the output is in chunks, that of the queries in float32.
-        seen = chunk if length % chunk == 0 else length
+        keys_at_once = chunk if length % chunk == 0 else length
         in_chunks = queries * (compute + _F32) if length > chunk else 0
-        return rows * heads * chunk * seen * (_F32 + 2 * compute) + in_chunks
+        return rows * heads * chunk * keys_at_once * (_F32 + 2 * compute) + in_chunks
     num_chunks = -(-length // chunk)
     rows = 1 if job.platform == "cpu" else rows
     masks = rows * length * (length + chunk) // 2 * _F32
@@ -88,63 +85,75 @@ def _workspace(job: Job, call: AttentionCalls) -> int:
     return rows * heads * chunk * length * 2 * (_F32 + compute) + masks + gradients
 
 
-def _job_choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    assert job.machine is not None, "the choice is that of a machine"
+def _job_choice(job: Job) -> tuple[str, str]:
     call = next((call for call in job.step.attention if call.causal), None)
     if call is None:
-        return registry.REFERENCE, "no layer has attention", ()
-    return _choose_implementation(job.machine.device, *_arguments(job, call))
+        return registry.REFERENCE, "no layer has attention"
+    return _choose_implementation(_question(job, call))
 
 
-def _arguments(job: Job, call: AttentionCalls) -> tuple[_Shape, str, int, bool, float | None, str | None]:
-    """Arguments of `_choose_implementation`."""
-    shape = call.rows, call.length, call.heads, call.kv_heads, call.head_dim
-    forced_name = dict(job.layout.kernels).get("attention")
+class _Question(NamedTuple):
+    """Everything that decides the implementation of one call.
+
+    installed: True if the device's machine has all optional packages, whatever this process has.
+    """
+
+    device: DeviceSpec
+    installed: bool
+    shape: _Shape
+    dtype: str
+    chunk: int
+    causal: bool
+    soft_cap: float | None
+    forced: str | None
+
+    def avals(self) -> registry.Avals:
+        """Arguments of the op, by name."""
+        rows, length, heads, kv_heads, head_dim = self.shape
+        query, key = (
+            jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(self.dtype))
+            for n in (heads, kv_heads)
+        )
+        segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
+        return dict(arrays, chunk=self.chunk, window=None, soft_cap=self.soft_cap, causal=self.causal)
+
+
+def _question(job: Job, call: AttentionCalls) -> _Question:
+    assert job.machine is not None, "the choice is that of a machine"
     # A cap in one layer: the trace does not say which calls are of that layer, and caps rule kernels out.
     caps = (getattr(block.mixer, "soft_cap", None) for block in job.model.period)
-    soft_cap = next((cap for cap in caps if cap is not None), None)
-    precision, chunk = job.layout.precision, job.model.attention_chunk
-    return shape, precision.compute_dtype, chunk, call.causal, soft_cap, forced_name
+    return _Question(
+        job.machine.device,
+        installed=not job.machine.has_this_install,
+        shape=(call.rows, call.length, call.heads, call.kv_heads, call.head_dim),
+        dtype=job.layout.precision.compute_dtype,
+        chunk=job.model.attention_chunk,
+        causal=call.causal,
+        soft_cap=next((cap for cap in caps if cap is not None), None),
+        forced=dict(job.layout.kernels).get("attention"),
+    )
 
 
 @functools.cache
-def _choose_implementation(
-    device: DeviceSpec,
-    shape: _Shape,
-    dtype: str,
-    chunk: int,
-    causal: bool,
-    soft_cap: float | None,
-    forced: str | None,
-) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of
-    times.
+def _choose_implementation(question: _Question) -> tuple[str, str]:
+    """Name of the implementation, and the reason. Cached: a search asks thousands of times.
 
     What is forced is not asked whether it can run: the planning machine need not have it.
     """
-    if forced is not None:
-        return forced, "it is forced", ()
+    if question.forced is not None:
+        return question.forced, "it is forced"
     choice = registry.choose(
-        registry.find("attention"), device, _avals(shape, dtype, chunk, causal, soft_cap)
+        registry.find("attention"), question.device, question.avals(), installed=question.installed
     )
-    return choice.implementation.name, choice.because, choice.rejected
+    return choice.implementation.name, choice.because
 
 
 @functools.cache
-def _passes_s(
-    device: DeviceSpec,
-    shape: _Shape,
-    dtype: str,
-    chunk: int,
-    causal: bool,
-    soft_cap: float | None,
-    forced: str | None,
-) -> tuple[float, float]:
+def _passes_s(question: _Question) -> tuple[float, float]:
     """Seconds of the forward and of the backward pass of one call."""
-    name, avals = (
-        _choose_implementation(device, shape, dtype, chunk, causal, soft_cap, forced)[0],
-        _avals(shape, dtype, chunk, causal, soft_cap),
-    )
+    name, _ = _choose_implementation(question)
+    device, avals = question.device, question.avals()
     if name == registry.REFERENCE or name in cost.ATTENTION:
         passes_s = cost.attention_passes_s(device, avals, name)
     else:  # of another distribution, which predicts both passes together
@@ -156,13 +165,3 @@ def _passes_s(
         passes_s = forward, forward * cost.BACKWARD_FLOPS
     assert passes_s is not None, "the peaks of the machine are published"
     return passes_s
-
-
-def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool, soft_cap: float | None) -> registry.Avals:
-    rows, length, heads, kv_heads, head_dim = shape
-    query, key = (
-        jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads)
-    )
-    segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKP=key, segment_BL=segment, segment_BM=segment)
-    return dict(arrays, chunk=chunk, window=None, soft_cap=soft_cap, causal=causal)

@@ -1,11 +1,11 @@
 """FLOPs per token and model FLOPs utilisation, by one definition for every config.
 
-A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), 4 per frozen one, and 6 * Y * N * H * L for
-attention scores and their use: 12 without a causal mask, half of that with one. The unembedding counts, also
-a tied one. Not counted are the embedding lookup, norms and recomputation; nor is it considered that packed
-documents attend to fewer than L positions. This is PaLM's definition (arXiv:2204.02311, appendix B) with the
-causal half of attention; counting both halves would raise MFU by up to 10 % at 8192 positions. Recurrent
-mixers count the steps of their states instead (`MixerSpec.mixing_flops`).
+A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), 4 per frozen one, and 6 * Y * N *
+H * L for attention scores and their use: 12 without a causal mask, half of that with one. The unembedding
+counts, also a tied one. Not counted are the embedding lookup, norms and recomputation; nor is it considered
+that packed documents attend to fewer than L positions. This is PaLM's definition (arXiv:2204.02311, appendix
+B) with the causal half of attention; counting both halves would raise MFU by up to 10 % at 8192 positions.
+Recurrent mixers count the steps of their states instead (`MixerSpec.mixing_flops`).
 """
 
 import dataclasses

@@ -17,11 +17,14 @@ class Machine:
     """`count` devices of one kind.
 
     host_memory_bytes: memory of one host, shared by the host's devices; None if it is unknown.
+    has_this_install: True if its kernels are those that are installed here, as for live and compile-only
+      devices. A machine that is only named has the optional packages of its chip's extra.
     """
 
     device: DeviceSpec
     count: int
     host_memory_bytes: int | None = None
+    has_this_install: bool = False
 
     @property
     def hbm_bytes(self) -> int:
@@ -61,7 +64,7 @@ class Machine:
                 device, host=dataclasses.replace(device.host, network_bytes_per_s=network_bytes_per_s)
             )
         memory_bytes = self.host_memory_bytes if host_memory_bytes is None else host_memory_bytes
-        return Machine(device, self.count, memory_bytes)
+        return dataclasses.replace(self, device=device, host_memory_bytes=memory_bytes)
 
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name}"
@@ -69,7 +72,7 @@ class Machine:
 
 def machine_of(devices: Sequence[Device]) -> Machine:
     """The machine that `devices` make up, live or compile-only; its peaks may be unknown."""
-    return Machine(live(devices[0]), len(devices))
+    return Machine(live(devices[0]), len(devices), has_this_install=True)
 
 
 def make_machine(

@@ -322,14 +322,14 @@ class _Step:
         weights = self.copied_parameters
         if self.gathers or self.layout.has_blocks:
             weights += self.compute * self._elements(params, _gathered)
-        kept = self.kept_by(FIRST, LAST) + self.activations if is_last else self.kept_by(FIRST)
+        stored_bytes = self.kept_by(FIRST, LAST) + self.activations if is_last else self.kept_by(FIRST)
         gradients = 0 if is_last else self.gradients(layers=True) + self.single_gradients(LAST)
         moments = self.job.step.moments_of(path)
         return Temporaries(
             "layer",
             gradients=self.accumulators + gradients + self.single_gradients(path),
             weights=weights,
-            activations=kept,
+            activations=stored_bytes,
             loss=self.unembedding_gradient(),
             workspace=max(moment.bytes + moment.in_attention * in_attention for moment in moments),
         )

@@ -60,8 +60,8 @@ class Sheet:
     """Everything known about one config on one machine.
 
     uptime: what `goodput` was computed from; None if it was given.
-    faster: layouts with one setting changed that are faster, the fastest first, and what each has otherwise; None where
-      they were not asked for.
+    faster: layouts with one setting changed that are faster, the fastest first, and what each has otherwise;
+      None where they were not asked for.
     """
 
     config: str

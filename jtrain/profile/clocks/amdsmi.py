@@ -131,12 +131,12 @@ def _visible_names(num_gpus: int) -> list[str]:
     # ROCR hides devices below HIP, so HIP's numbers count within what ROCR shows.
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         # Set, even if empty: an empty list shows no GPU.
-        if (listed := os.environ.get(variable)) is not None:
+        if (visible := os.environ.get(variable)) is not None:
             by_number = dict(enumerate(names))
             # A UUID, or a number beyond the list, names no GPU that can be read here.
             names = [
                 by_number.get(int(n), "none") if n.isdigit() else n
-                for n in map(str.strip, listed.split(","))
+                for n in map(str.strip, visible.split(","))
                 if n
             ]
     return names

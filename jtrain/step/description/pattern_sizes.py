@@ -1,8 +1,8 @@
 """Sizes for abstract traces of layers of a pattern: those of the model, with labels for few.
 
-Blocks of a pattern have sizes of their own, which no prime of `labelled_sizes.py` stands for, and loops over parts
-of a row. So a trace takes model, mesh and row as they are. Rows alone are a label, and devices along `expert`, by
-which an exchange has room for more rows than come.
+Blocks of a pattern have sizes of their own, which no prime of `labelled_sizes.py` stands for, and loops over
+parts of a row. So a trace takes model, mesh and row as they are. Rows alone are a label, and devices along
+`expert`, by which an exchange has room for more rows than come.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ def pattern_sizes(
 
 
 def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
-    """Models of one repeated pattern each, by the path of their layers: what is looped over, and what comes before
-    and after.
+    """Models of one repeated pattern each, by the path of their layers: what is looped over, and what comes
+    before and after.
     """
     parts: dict[str, tuple[tuple[BlockSpec, ...], int]] = {
         "layers": (model.period, model.num_periods),

@@ -98,9 +98,9 @@ def _lean(jaxpr: Any, *, unread: int = 0) -> Any:
 
 def _kept(jaxpr: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yields every value that is there when the backward pass begins: name, shape, `beside_shard`."""
-    kept = {eqn.outvars[0]: eqn.params for eqn in equations(jaxpr.jaxpr) if eqn.primitive is KEPT}
-    for var, params in kept.items():
-        yield params["name"], var.aval, params["shard"] in kept
+    params_of = {eqn.outvars[0]: eqn.params for eqn in equations(jaxpr.jaxpr) if eqn.primitive is KEPT}
+    for var, params in params_of.items():
+        yield params["name"], var.aval, params["shard"] in params_of
 
 
 def _labelled(sizes: LabelledSizes, arrays: list[tuple[str, Any, bool]]) -> tuple[LabelledArray, ...]:

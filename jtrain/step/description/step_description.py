@@ -161,8 +161,8 @@ class StepDescription:
         """How often a step computes what a trace has once per microbatch, or per layer of a pipeline."""
         if when != "forward" or part not in ("layers", "embedding", "loss"):
             return 1
-        more = forward_passes(self.objective, is_pipelined=self.layout.pipeline is not None)
-        return 1 + (more.unembeddings if part == "loss" else more.layers)
+        extra_passes = forward_passes(self.objective, is_pipelined=self.layout.pipeline is not None)
+        return 1 + (extra_passes.unembeddings if part == "loss" else extra_passes.layers)
 
     @functools.cached_property
     def _layer_models(self) -> Mapping[str, Transformer]:
@@ -217,7 +217,7 @@ class StepDescription:
 
     @property
     def saved(self) -> tuple[SavedArray, ...]:
-        """Arrays of one layer, or one repetition of a pattern, and microbatch that wait for its backward pass."""
+        """Arrays of one layer, or a repetition of a pattern, and microbatch that wait for the backward pass."""
         return self._saved[1]["layers"]
 
     def saved_bytes(self, path: str) -> int:
@@ -271,10 +271,10 @@ class StepDescription:
         """The layers' passes over memory on one device."""
         repeats, passes = self._repeats("layers"), list[StepPass]()
         for trace, values in self._layers.values():
-            sizes = evaluate([one.bytes for one in trace.memory.passes], values)
+            sizes = evaluate([p.bytes for p in trace.memory.passes], values)
             passes += [
-                StepPass(one.when, one.of_experts, repeats * self._passes("layers", one.when) * size)
-                for one, size in zip(trace.memory.passes, sizes, strict=True)
+                StepPass(p.when, p.of_experts, repeats * self._passes("layers", p.when) * size)
+                for p, size in zip(trace.memory.passes, sizes, strict=True)
             ]
         return passes
 
@@ -325,9 +325,9 @@ class StepDescription:
         layout, shape = self.layout, self.layout.mesh.shape
         collectives: list[StepCollective] = []
         parts: list[tuple[PartName, str, _TraceAndValues]] = [
-            ("layers", path, one) for path, one in self._layers.items()
+            ("layers", path, traced) for path, traced in self._layers.items()
         ]
-        parts.extend((part, "", one) for part, one in self._others.items())
+        parts.extend((part, "", traced) for part, traced in self._others.items())
         for part, path, (trace, values) in parts:
             # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches

@@ -3,8 +3,8 @@
 A pass is what the fusions between the same products and kernels read and store, each array once.
 
 Compilers multiply gradients of weights last, after all that the gradient of the residual stream waits for, so
-what those read exists until the end of a layer; or of a turn of a loop within it. Those of an adapter's narrow
-matrices take no room that is worth a wait: they are multiplied as soon as they can be.
+what those read exists until the end of a layer; or of a turn of a loop within it. Those of an adapter's
+narrow matrices take no room that is worth a wait: they are multiplied as soon as they can be.
 """
 
 import collections
@@ -209,8 +209,8 @@ def _moments(
 
 
 def _elements_of_adapters(sizes: LabelledSizes) -> set[int]:
-    """Elements of one layer's matrices of an adapter on a device, gathered from ZeRO's shards; without those of
-    experts, whose gradients wait as others do.
+    """Elements of one layer's matrices of an adapter on a device, gathered from ZeRO's shards; without those
+    of experts, whose gradients wait as others do.
     """
     mesh, counts = sizes.layout.mesh.shape, set[int]()
     for p in sizes.layout.params:

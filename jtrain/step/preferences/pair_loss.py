@@ -1,9 +1,9 @@
 """Losses of preference pairs from the log-probabilities of their texts, and the weights of tokens that have
 their gradients.
 
-A row holds pairs: pair p has segments 2 p - 1, the better text, and 2 p, the worse one. The loss of a pair is a
-function of two sums over its tokens, so its gradient is that of `sum(weight * nats)`, where a token weighs the
-derivative of the loss by the sum that the token is in.
+A row holds pairs: pair p has segments 2 p - 1, the better text, and 2 p, the worse one. The loss of a pair is
+a function of two sums over its tokens, so its gradient is that of `sum(weight * nats)`, where a token weighs
+the derivative of the loss by the sum that the token is in.
 """
 
 import jax

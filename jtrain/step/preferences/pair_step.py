@@ -1,8 +1,9 @@
 """Preference losses in a train step: the reference of each microbatch, and its objective.
 
 The weight of a token depends on the loss of its pair, which needs the log-probabilities of both texts first.
-They cost one more product with the unembedding, and no further pass through the layers. A pipeline computes the
-loss of a microbatch while others are in its layers, so there the weights come from a forward pass of their own.
+They cost one more product with the unembedding, and no further pass through the layers. A pipeline computes
+the loss of a microbatch while others are in its layers, so there the weights come from a forward pass of
+their own.
 """
 
 import dataclasses
@@ -100,5 +101,5 @@ class PairStep:
 
 def without_adapters(layout: Layout) -> Layout:
     """The layout of the frozen model of one with an adapter."""
-    own = tuple(p for p in layout.params if not p.info.is_adapter)
-    return dataclasses.replace(layout, params=own, adapter_scale=None, adapter_dropout=None)
+    params = tuple(p for p in layout.params if not p.info.is_adapter)
+    return dataclasses.replace(layout, params=params, adapter_scale=None, adapter_dropout=None)

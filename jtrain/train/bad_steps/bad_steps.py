@@ -254,8 +254,8 @@ class BadSteps:
             f"step{'s' * (len(replayed_steps) > 1)} {first_few([str(step) for step in replayed_steps], 8)}"
         )
         self._say(
-            f"the replay of step {numbers.step} gave the same {self.noise.same_text}, so the data or the arithmetic "
-            f"is bad, not the hardware: the update{'s' * (len(replayed_steps) > 1)} of {steps} "
+            f"the replay of step {numbers.step} gave the same {self.noise.same_text}, so the data or the "
+            f"arithmetic is bad, not the hardware: the update{'s' * (len(replayed_steps) > 1)} of {steps} "
             f"stay{'s' * (len(replayed_steps) == 1)} left out."
         )
         if poisons:
@@ -323,10 +323,10 @@ class BadSteps:
             }
         )
         return HardwareFault(
-            f"step {second_numbers.step}, run twice from the checkpoint of step {self._origin} with the same "
-            f"batches, gave two results: first {first_text}; then {second_text}. {self.noise.beyond_text}, so a "
-            f"device or its memory failed. {place_text}. {aside}. Replace that host; the "
-            "same command goes on from the last checkpoint."
+            f"step {second_numbers.step}, run twice from the checkpoint of step {self._origin} with the "
+            f"same batches, gave two results: first {first_text}; then {second_text}. "
+            f"{self.noise.beyond_text}, so a device or its memory failed. {place_text}. {aside}. Replace "
+            "that host; the same command goes on from the last checkpoint."
         )
 
     def _set_aside(self, step: int) -> str:

@@ -108,8 +108,8 @@ def run_without_update(
     guard, completed = jax.device_get((state.guard, state.step))
     assert isinstance(state.guard, GuardState)
     left_out = replicate(mesh, np.full(LEFT_OUT, completed + 1, np.int32))
-    told = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
-    returned, metrics = train_step(told, batch)
+    flagged = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
+    returned, metrics = train_step(flagged, batch)
     # The step has counted itself and noted its numbers: the second pass begins where this one did.
     restored_guard = jax.tree.map(lambda value: replicate(mesh, np.asarray(value)), guard)
     restored_step = replicate(mesh, np.asarray(completed))

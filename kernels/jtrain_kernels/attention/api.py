@@ -195,7 +195,11 @@ ATTENTION = registry.Op(
     "attention",
     (
         registry.Implementation(
-            "cudnn", partial(_call, "cudnn"), cudnn.supports, partial(cost.attention_s, name="cudnn")
+            "cudnn",
+            partial(_call, "cudnn"),
+            cudnn.supports,
+            partial(cost.attention_s, name="cudnn"),
+            modules=("jax_plugins.xla_cuda13",),
         ),
         registry.Implementation(
             "tokamax",
@@ -203,6 +207,7 @@ ATTENTION = registry.Op(
             tokamax.supports,
             partial(cost.attention_s, name="tokamax"),
             tokamax.configs,
+            modules=("tokamax",),
         ),
         registry.Implementation(
             "splash",

@@ -5,7 +5,6 @@ packed layout needs the maximum number of documents per row, and drops the docum
 as JAX's `dot_product_attention` takes them, would not separate the documents (MaxText issue 4478).
 """
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,12 +35,6 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
         return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
     if L % 2 or M % 2:
         return f"cuDNN takes an even number of positions with a mask, but there are {L} queries and {M} keys"
-    # find_spec of a submodule raises if its package is absent, so the package comes first.
-    if (
-        importlib.util.find_spec("jax_plugins") is None
-        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
-    ):
-        return "JAX's CUDA plugin is not installed: pip install 'jtrain[cuda]'"
     return None
 
 

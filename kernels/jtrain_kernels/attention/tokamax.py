@@ -8,7 +8,6 @@ the live device and give no gradients for a log-partition that the caller provid
 """
 
 import functools
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,6 @@ from jaxtyping import Array, Float, Int
 from jtrain_kernels.attention.mask import Mask, Passes
 from jtrain_kernels.attention.pad_heads import cut_heads, largest_head, pad_heads
 from jtrain_kernels.device import DeviceSpec
-
-VERSION = "0.0.17"
-"""The tokamax version whose inner functions are called here."""
 
 HEADS = {90: (64, 128, 256), 100: (64, 128)}
 """Capability -> head sizes of the kernels; smaller heads are padded."""
@@ -46,8 +42,6 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
         return (
             "tokamax's kernels, as they are called here, are for Hopper and Blackwell (sm90 and sm100) GPUs"
         )
-    if importlib.util.find_spec("tokamax") is None:
-        return f"tokamax is not installed: pip install tokamax=={VERSION}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax computes attention in bfloat16 or float16, not in {query.dtype}"
     if max(HEADS[_capability(device)]) < H:

@@ -7,7 +7,6 @@ because compilers do not autotune without the hardware.
 import collections
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import os
 import re
@@ -24,6 +23,7 @@ from jtrain_kernels.compile_only.cubin import KernelResources, kernels
 from jtrain_kernels.compile_only.targets import TPUS, topology_devices
 from jtrain_kernels.device import DeviceSpec, from_name, live
 from jtrain_kernels.errors import UserError
+from jtrain_kernels.installed import is_installed
 
 # One per custom call of the scheduled program: the instruction's name and its target.
 _CALL = re.compile(r'^\s*(?:ROOT )?%([\w.-]+) = .* custom-call\(.*custom_call_target="([^"]+)"', re.MULTILINE)
@@ -234,12 +234,9 @@ def missing_library(implementation: str) -> str | None:
     """Library that must be installed to compile (not to lower) an implementation; None if none is."""
     if implementation != "cudnn":
         return None
-    # find_spec raises if the parent package does not exist.
-    is_installed = (
-        importlib.util.find_spec("nvidia") is not None
-        and importlib.util.find_spec("nvidia.cudnn") is not None
-    )
-    return None if is_installed else "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
+    if is_installed("nvidia.cudnn"):
+        return None
+    return "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
 
 
 def over(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

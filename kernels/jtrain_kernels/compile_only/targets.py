@@ -5,12 +5,12 @@ GPUs are text protos of `stream_executor.GpuTargetConfigProto`, after openxla/xl
 registers and memory size.
 """
 
-import importlib.util
 import re
 
 import jax
 
 from jtrain_kernels.errors import UserError
+from jtrain_kernels.installed import is_installed
 
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -109,9 +109,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 
 def _require(module: str, topology: str) -> None:
-    package = module.partition(".")[0]
-    # find_spec of a submodule raises if its package is absent, so the package comes first.
-    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
+    if not is_installed(module):
         raise UserError(
             f"--topology {topology} needs the compiler {module}, which is not installed: {INSTALL}"
         )

@@ -128,6 +128,7 @@ GROUPED_MATMUL = registry.Op(
             supports=tokamax.supports,
             cost_s=cost.grouped_matmul_s,
             configs=tokamax.configs,
+            modules=("tokamax",),
         ),
         registry.Implementation("xla", _plain, cost_s=_plain_cost, configs=_plain_configs),
     ),

@@ -4,7 +4,6 @@ tokamax's inner functions are called, because its public one queries the live de
 another.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.registry import Avals
-
-VERSION = "0.0.17"
-"""The tokamax version whose inner functions are called here."""
 
 _TILE = 64
 """Size of the smallest blocks."""
@@ -34,8 +30,6 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
     assert isinstance(kernel, jax.ShapeDtypeStruct)
     if device.compute_capability is None or device.compute_capability[0] != 9:
         return "tokamax's kernels, as they are called here, are for Hopper GPUs"
-    if importlib.util.find_spec("tokamax") is None:
-        return f"tokamax is not installed: pip install tokamax=={VERSION}"
     if x.dtype != jnp.bfloat16 or kernel.dtype not in (jnp.bfloat16, jnp.float32):
         return f"tokamax multiplies bfloat16 with bfloat16, not {x.dtype} with {kernel.dtype}"
     if kernel.shape[1] % 128 or kernel.shape[2] % 128 or x.shape[0] % _TILE:

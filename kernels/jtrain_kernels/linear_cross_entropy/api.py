@@ -53,8 +53,8 @@ def linear_cross_entropy(
       soft_cap: bounds logits smoothly, by tanh, see `soft_cap.py`; None for none.
       weight_BL: float32 factor of each token in both sums and in the gradient; it gets no gradient itself.
         None weighs all tokens alike.
-      soft: what a teacher says of each token, [B, L, J] and [B, L, J + 1]; then the nats of a token are its share
-        of the divergence from the teacher and the rest of the cross entropy.
+      soft: what a teacher says of each token, [B, L, J] and [B, L, J + 1]; then the nats of a token are its
+        share of the divergence from the teacher and the rest of the cross entropy.
 
     Returns:
       Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so
@@ -181,7 +181,9 @@ def _chunked(
 def _by_device(
     value_BL: Shaped[Array, "B L *J"], x_BLD: Float[Array, "B _ D"], size: int, *, fill: int
 ) -> Shaped[Array, "Z C *J"]:
-    """Splits values of all devices' positions into Z chunks, in the order of the all-gather: device by device."""
+    """Splits values of all devices' positions into Z chunks, in the order of the all-gather: device by
+    device.
+    """
     # The order within a chunk is that of the all-gather: device by device.
     # [B, n, positions of a device] -> [B, positions, n]: row t has the values of the n devices' t-th tokens.
     rows, length, rest = *x_BLD.shape[:2], value_BL.shape[2:]

@@ -59,8 +59,8 @@ def linear_cross_entropy_in_parts(
 
     Args:
       parts: inputs of `fetch`, an array or a tree of arrays with leading dimension Z; differentiable.
-      column_ZW: ids of the columns of each part; NO_COLUMN for padding. With `soft` they are consecutive in each
-        part, and its padding is at its end.
+      column_ZW: ids of the columns of each part; NO_COLUMN for padding. With `soft` they are consecutive in
+        each part, and its padding is at its end.
       target_BL, weight_BL, soft: with `axis`, of the positions of all its devices.
       fetch: part -> columns of the unembedding [D, W]; must be differentiable. Its gradient is computed part
         by part, before the next part is fetched.
@@ -111,7 +111,8 @@ def top_k_in_parts(
     soft_cap: float | None = None,
     axis: Axis | None = None,
 ) -> SoftTargets:
-    """Log-probabilities of the `k` most probable tokens after each of this device's, and of all others together.
+    """Log-probabilities of the `k` most probable tokens after each of this device's, and of all others
+    together.
 
     Args:
       column_ZW: as of `linear_cross_entropy_in_parts` with `soft`.
@@ -200,8 +201,8 @@ class _Summary(NamedTuple):
 
     lse: log-partition.
     picked: logit of the target.
-    soft_picked, rest: logits of the tokens that a teacher kept, and the log-partition of all others; None without
-      a teacher.
+    soft_picked, rest: logits of the tokens that a teacher kept, and the log-partition of all others; None
+      without a teacher.
     """
 
     lse: Float[Array, "S C"]
@@ -255,7 +256,9 @@ def _summaries(
 
 
 class _Sums(NamedTuple):
-    """Of each token, over the parts so far; `whole` and `others` are a largest logit and a sum of exponentials."""
+    """Of each token, over the parts so far; `whole` and `others` are a largest logit and a sum of
+    exponentials.
+    """
 
     whole: tuple[Array, Array]
     picked: Array

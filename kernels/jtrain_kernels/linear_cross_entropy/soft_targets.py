@@ -1,9 +1,9 @@
 """Targets of a teacher: what it says of its most probable tokens, and of all others together.
 
-The divergence of a student is that of J + 1 outcomes, the J tokens and the rest: it is 0, and has no gradient, where
-both say the same of each, however few tokens were kept, and with all of them it is the divergence of the whole
-distributions. Renormalised over the kept tokens instead, a student that equals its teacher would still be moved
-towards them.
+The divergence of a student is that of J + 1 outcomes, the J tokens and the rest: it is 0, and has no
+gradient, where both say the same of each, however few tokens were kept, and with all of them it is the
+divergence of the whole distributions. Renormalised over the kept tokens instead, a student that equals its
+teacher would still be moved towards them.
 """
 
 import dataclasses

@@ -24,8 +24,8 @@ def visible_pairs(document_ZBL: Int[Array, "Z B L"]) -> Bool[Array, "Z B L L"]:
 def sum_after(g: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """Sums over the tokens after each one, without differences of large sums."""
     from_own = jax.lax.cumsum(g, axis, reverse=True)
-    rest = jax.lax.slice_in_dim(from_own, 1, None, axis=axis)
-    return jnp.concatenate([rest, jnp.zeros_like(jax.lax.slice_in_dim(g, 0, 1, axis=axis))], axis=axis)
+    tail = jax.lax.slice_in_dim(from_own, 1, None, axis=axis)
+    return jnp.concatenate([tail, jnp.zeros_like(jax.lax.slice_in_dim(g, 0, 1, axis=axis))], axis=axis)
 
 
 def pair_decay(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels import cost, registry
+from jtrain_kernels import cost, registry, triton_call
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.platforms import by_platform
 from jtrain_kernels.rms_norm import pallas_tpu, triton
@@ -149,6 +149,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             cost_s=one_pass,
             configs=triton.configs,
             only_forced=unfused,
+            modules=triton_call.MODULES,
         ),
         registry.Implementation(
             "xla",

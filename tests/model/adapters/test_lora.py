@@ -12,10 +12,11 @@ from jtrain.errors import UserError
 from jtrain.model.adapters.base_hash import hash_base, hex_of
 from jtrain.model.adapters.lora import LoRA
 from jtrain.model.adapters.merge import merge
-from jtrain.model.param import at_path, init_params
+from jtrain.model.param import at_path
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from tests.losses import SIZES
+from tests.weights import draw_weights
 
 MODEL = Transformer(**SIZES)
 MIXTURE = Transformer(**SIZES, moe=MoESpec(num_experts=4, top_k=2, shared_experts=1))
@@ -74,7 +75,7 @@ def test_the_scale_is_alpha_by_the_rank_or_its_root() -> None:
 def test_a_merge_is_the_base_and_the_product() -> None:
     lora = LoRA(rank=3, alpha=6.0, targets=("o", "down"))
     infos = lora.infos(MIXTURE.param_infos())
-    params = init_params(tuple(dataclasses.replace(info, std=0.5) for info in infos), seed=1, dtype="float32")
+    params = draw_weights((dataclasses.replace(info, std=0.5) for info in infos), noise=0.0)
     plain = merge(infos, params, lora.scale, lambda _: "float32")
     pair = at_path(params, "layers.mlp.down_XFD_lora")
     product = np.einsum("yxfr,yxrd->yxfd", *(np.float64(pair[key]) for key in ("A_XFR", "B_XRD")))
@@ -92,7 +93,7 @@ def test_a_merge_is_the_base_and_the_product() -> None:
 def test_the_hash_is_of_the_frozen_values_in_the_models_order() -> None:
     """The same for layers at other places of a pipeline, and another for a bit, a swap or another dtype."""
     infos = LoRA(rank=2, targets=("q",)).infos(MODEL.param_infos())
-    params = init_params(infos, seed=0, dtype="float32")
+    params = draw_weights(infos, noise=0.0)
     first = hex_of(hash_base(infos, params))
     path = "layers.attention.k_DKH"
     key = np.asarray(at_path(params, path))

@@ -163,8 +163,8 @@ class MaskFields:
             )
         if self.rule.message_weights:
             raise ValueError(
-                "is text, and message_weights weighs messages. Write prompt and completion as lists of messages, or "
-                "set message_weights=False"
+                "is text, and message_weights weighs messages. Write prompt and completion as lists of "
+                "messages, or set message_weights=False"
             )
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
         # A learned prompt has a span of its own, so that the text is cut into the same tokens either way.
@@ -201,8 +201,8 @@ class MaskFields:
         better, worse = sides
         if better == worse:
             raise ValueError(
-                f"goes with the same answer twice, the one in {self.rejected!r} being no other. Leave the pair out: "
-                "it prefers neither"
+                f"goes with the same answer twice, the one in {self.rejected!r} being no other. Leave the "
+                "pair out: it prefers neither"
             )
         better.rejected = worse
         return better

@@ -349,9 +349,9 @@ def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndar
     short = np.flatnonzero((lengths <= 2) & ~is_blank)
     with file.open() as handle:
         for start in range(0, len(short), _SHORT_LINES):
-            some = short[start : start + _SHORT_LINES]
-            lines = _contents(handle.fileno(), rows[some].tolist())
-            is_blank[some] = [line in (b"\n", b"\r\n") for line in lines]
+            batch = short[start : start + _SHORT_LINES]
+            lines = _contents(handle.fileno(), rows[batch].tolist())
+            is_blank[batch] = [line in (b"\n", b"\r\n") for line in lines]
     return rows[~is_blank]
 
 

@@ -40,11 +40,11 @@ class TurnRecords(Records):
         return len(self._turns)
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
-        places = self._turns.rows(records)
+        rows = self._turns.rows(records)
         # A chat is read and rendered once, however many of its turns are asked for.
-        chats = list(dict.fromkeys(chat for chat, _ in places))
+        chats = list(dict.fromkeys(chat for chat, _ in rows))
         text_of = dict(zip(chats, self._chats.read(chats), strict=True))
-        return [_turns_of(text_of[chat])[turn] for chat, turn in places]
+        return [_turns_of(text_of[chat])[turn] for chat, turn in rows]
 
     @property
     def sizes_need_reading(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -182,8 +182,10 @@ def _read_by_kinds(fields: Fields, *, norms: Any = "before") -> Transformer:
     dense, num_layers = fields.whole("first_k_dense_replace", 1), fields.whole("num_hidden_layers")
     default = ["dense"] * dense + ["sparse"] * (num_layers - dense)
     kinds = fields.layer_types(num_layers, default, key="mlp_layer_types")
-    if other := sorted(set(kinds) - {"dense", "sparse"}):
-        raise UserError(f"config.json: mlp_layer_types has {other}, only 'dense' and 'sparse' are supported.")
+    if unknown_kinds := sorted(set(kinds) - {"dense", "sparse"}):
+        raise UserError(
+            f"config.json: mlp_layer_types has {unknown_kinds}, only 'dense' and 'sparse' are supported."
+        )
     blocks = {"dense": BlockSpec(latent, MLPSpec()), "sparse": BlockSpec(latent, moe, norms=norms)}
     first = next((y for y, kind in enumerate(kinds) if kind == "sparse"), 0)
     return decoder(fields, lambda y: blocks[kinds[y]], first=first, **heads_of_keys(fields, latent))

@@ -30,8 +30,8 @@ def _read(fields: Fields) -> Transformer:
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if scaling.get(_BETA) is None or scaling.get(_SCALE) is None:
         raise UserError(
-            f"config.json: rope_parameters of mistral4 needs {_BETA} and {_SCALE}, which say how queries grow with "
-            "their position."
+            f"config.json: rope_parameters of mistral4 needs {_BETA} and {_SCALE}, which say how queries "
+            "grow with their position."
         )
     latent = latent_in(fields, beside=(_BETA, "max_position_embeddings", _SHARE))
     share = latent.rope_head_dim / latent.head_dim

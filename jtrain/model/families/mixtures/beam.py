@@ -1,8 +1,9 @@
-"""Beam: windows with rope, full attention without, and a residual stream whose scale does not grow with depth.
+"""Beam: windows with rope, full attention without, and a residual stream whose scale does not grow with
+depth.
 
-After branch i, counted from 2, its stream is `sqrt((i - 1) / i) * stream + branch / sqrt(i)`: 1 / sqrt(i) times the
-plain sum of the embedding and all branches. Everything that reads it is a norm, so the plain sum gives the same
-model, but for the norms' epsilon, which would count i times as much.
+After branch i, counted from 2, its stream is `sqrt((i - 1) / i) * stream + branch / sqrt(i)`: 1 / sqrt(i)
+times the plain sum of the embedding and all branches. Everything that reads it is a norm, so the plain sum
+gives the same model, but for the norms' epsilon, which would count i times as much.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ def _read(fields: Fields) -> Transformer:
     fields.only(hidden_act="silu", quantization_config=None)
     if (eps := fields.number("rms_norm_eps", 1e-6)) > _LARGEST_EPS:
         raise UserError(
-            f"config.json: rms_norm_eps={eps} of beam is above {_LARGEST_EPS}: it would show that the residual stream "
-            "is not scaled by depth here."
+            f"config.json: rms_norm_eps={eps} of beam is above {_LARGEST_EPS}: it would show that the "
+            "residual stream is not scaled by depth here."
         )
     if (fields.get("rope_parameters") or {}).get(FULL) is not None:
         raise UserError("config.json: rope_parameters.full_attention of beam is not supported, only null.")

@@ -1,5 +1,5 @@
-"""Mixtures as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores with a correction bias, groups, shared experts, and
-first layers that are dense.
+"""Mixtures as in DeepSeek-V3 (arXiv:2412.19437): sigmoid scores with a correction bias, groups, shared
+experts, and first layers that are dense.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Llama 4, the text model: chunks, layers without positions, and mixtures of which experts read weighted inputs."""
+"""Llama 4, the text model: chunks, layers without positions, and mixtures of which experts read weighted
+inputs.
+"""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Families with attention sinks and windows: gpt-oss (arXiv:2508.10925), Granite (dense and mixture), Flint and
-MiMo-V2-Flash.
+"""Families with attention sinks and windows: gpt-oss (arXiv:2508.10925), Granite (dense and mixture), Flint
+and MiMo-V2-Flash.
 """
 
 import dataclasses

@@ -173,11 +173,13 @@ def _two_ropes(
     """Attention of each layer, whose kinds have rotations of their own."""
     num_layers = fields.whole("num_hidden_layers")
     kinds = fields.layer_types(num_layers, [default] * num_layers)
-    given = fields.get("rope_parameters") is not None
+    has_rope_parameters = fields.get("rope_parameters") is not None
     mixers: dict[str, AttentionSpec] = {}
     for kind in dict.fromkeys(kinds):
         theta, share = _DEFAULT_ROPES[kind]
-        rope = fields.rope(theta=theta, kind=kind, share=share if partial and not given else 1.0)
+        rope = fields.rope(
+            theta=theta, kind=kind, share=share if partial and not has_rope_parameters else 1.0
+        )
         window = fields.whole("sliding_window", 1024) if kind == WINDOWED else None
         mixers[kind] = attention(rope=rope, window=window)
     fields.ignore("sliding_window", "rope_theta")

@@ -119,9 +119,12 @@ def _write_experts(model: Transformer) -> dict[str, Any]:
 
 def _write_next(model: Transformer) -> dict[str, Any]:
     dense = [y for y, block in enumerate(model.blocks) if isinstance(block.feed_forward, MLPSpec)]
-    more = {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    extra_fields = {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     return (
-        _write_qwen(model) | _write_experts(model) | more | {"norm_topk_prob": moe_of(model).normalize_top_k}
+        _write_qwen(model)
+        | _write_experts(model)
+        | extra_fields
+        | {"norm_topk_prob": moe_of(model).normalize_top_k}
     )
 
 

@@ -1,4 +1,6 @@
-"""Kimi Linear (arXiv:2510.26692) and Ling 3: Kimi Delta Attention, and latent attention without positions or gated."""
+"""Kimi Linear (arXiv:2510.26692) and Ling 3: Kimi Delta Attention, and latent attention without positions or
+gated.
+"""
 
 import dataclasses
 from typing import Any

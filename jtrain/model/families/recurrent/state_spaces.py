@@ -81,11 +81,11 @@ def _read_bamba(fields: Fields) -> Transformer:
 
 def _write_bamba(model: Transformer) -> dict[str, Any]:
     with_attention = [y for y, kind in enumerate(kinds_of(model)) if kind == FULL]
-    more = {"attn_layer_indices": with_attention, "partial_rotary_factor": 0.5}
+    extra_fields = {"attn_layer_indices": with_attention, "partial_rotary_factor": 0.5}
     return (
         decoder_fields(model, attentions=attentions_or_none(model))
         | mamba_fields(mixer_of(model, Mamba2Spec), model.d_model)
-        | more
+        | extra_fields
     )
 
 
