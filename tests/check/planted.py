@@ -32,7 +32,7 @@ BUGS = {
     ),
     "masks under packing: no targets are left": PlantedBug(
         "jtrain/data/loss_mask.py",
-        "target[places] = IGNORE",
+        "target[targets] = IGNORE",
         "target[position : position + target_BL.shape[1]] = IGNORE",
         words_of("chats"),
         "targets per batch > 0",
@@ -91,15 +91,15 @@ BUGS = {
     # Of our own.
     "the stop token is not learned": PlantedBug(
         "jtrain/data/chat/turns.py",
-        "return start, own[: first - length], False",
-        "return start, own[:first], False",
+        "return start, history[: first - length], False",
+        "return start, history[:first], False",
         words_of("chats"),
         "learned = sampled",
     ),
     "what follows the stop token is learned": PlantedBug(
         "jtrain/data/chat/turns.py",
-        "return start, own[: first - length], False",
-        "return start, own[: first - length + 1], False",
+        "return start, history[: first - length], False",
+        "return start, history[: first - length + 1], False",
         words_of("chats"),
         "learned = sampled",
     ),
