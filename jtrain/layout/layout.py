@@ -247,8 +247,12 @@ def make_layout(
     pipeline: PipelineSpec = PipelineSpec(),  # noqa: B008, frozen
     adapter_scale: float | None = None,
     adapter_dropout: AdapterDropout | None = None,
+    is_part: bool = False,
 ) -> Layout:
     """Lays a model out: decides sharding and memory of every array.
+
+    Args:
+      is_part: True for some layers of a model, whose experts may be in others.
 
     Raises:
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option
@@ -271,7 +275,7 @@ def make_layout(
     on_host = check_not_empty(
         "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked
     )
-    if mesh.expert != 1 and not any(info.is_experts for info in infos):
+    if mesh.expert != 1 and not is_part and not any(info.is_experts for info in infos):
         raise UserError(
             f"mesh.expert={mesh.expert}: this model has no experts (model.moe=None), so its devices would "
             "repeat each other's work. Set mesh.expert=1 and use mesh.data, mesh.context, mesh.tensor or "

@@ -30,6 +30,22 @@ TINY = ("--config=tiny", "--device", "h200", "--count", "8")
 LLAMA8B = ("--config=llama8b", "--device", "h200", "--count", "1", "--set", "data.global_batch=8")
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_dense_layers_before_experts_are_planned(tensor: int) -> None:
+    """They share the mesh of the mixture, whose `expert` axis they have no experts for; experts have a width of
+    their own, which `tensor` splits.
+    """
+    run_config = load_config("glm45_air", [], [f"mesh.tensor={tensor}"])
+    for_devices(run_config, 128)
+    run = build_run(run_config)
+    assert run.mesh.expert > 1
+    job = plan_job(run, make_machine("h200", 128))
+    # 107 billion parameters in bfloat16 or float32, and two moments.
+    plan = memory(job)
+    assert 106e9 * 6 / 128 < plan.argument_bytes < 107e9 * 16 / 16
+    assert 1 < step_time(job, plan).step_s < 1000
+
+
 def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The sheet says what is asked of it, and the JSON has the form that scripts rely on, bytes as the
     formula has.

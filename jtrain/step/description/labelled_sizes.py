@@ -295,8 +295,14 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
             labels |= {"o": 16381, "n": 5}
             vocab = labels["o"] * labels["n"]
             assert -(-vocab // PART_COLUMNS) == labels["n"]
+    hidden = labels["f"] * tensor * block
     moe = layout_class.moe and dataclasses.replace(
-        layout_class.moe, num_experts=labels["x"] * labels["e"], top_k=labels["c"]
+        layout_class.moe,
+        num_experts=labels["x"] * labels["e"],
+        top_k=labels["c"],
+        # A width of the experts' own is what f stands for: `tensor` splits it.
+        d_ff=None,
+        shared_d_ff=layout_class.moe.shared_d_ff and hidden,
     )
     model = Transformer(
         num_layers=2 if layout_class.staged and layout_class.part == "layers" else labels["y"] * stages,
@@ -304,7 +310,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=2 * labels["h"] * block,
-        d_ff=labels["f"] * tensor * block,
+        d_ff=hidden,
         vocab_size=vocab * tensor * stages,
         moe=moe,
         qk_norm=layout_class.qk_norm,
@@ -369,7 +375,7 @@ def label_values(
         "g": Fraction(model.num_heads, in_use * (context if layout_class.kv_heads else 1)),
         # Halved, since rotary embeddings cut a head into halves: `head_dim=2 * labels["h"]` above.
         "h": Fraction(model.head_dim, 2 * block),
-        "f": Fraction(model.d_ff, tensor * block),
+        "f": Fraction((layout_class.moe and layout_class.moe.d_ff) or model.d_ff, tensor * block),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
         "c": model.moe.top_k if model.moe else 1,
         "v": Fraction(model.vocab_size, shards),

@@ -47,7 +47,7 @@ class PatternSizes:
         infos = model.param_infos()
         if adapter is not None:
             infos, options["adapter_scale"] = adapter.infos(infos), 1.0
-        layout = make_layout(spec, self.mesh, infos, **options)
+        layout = make_layout(spec, self.mesh, infos, is_part=True, **options)
         return model, dataclasses.replace(layout, rings=self.rings)
 
 
