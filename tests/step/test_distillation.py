@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from jtrain.bench.layout_trials import float64_model
+from jtrain.data.constructor.context_order import context_order
 from jtrain.errors import UserError
 from jtrain.model.block import BlockSpec
 from jtrain.model.norm import NormSpec
 from jtrain.model.param import at_path
 from jtrain.step.objective import Distillation
-from tests.preferences import ADAMW, LAYOUTS, VOCAB, first_step, pack, with_teacher
+from jtrain.step.train_step import make_eval_step
+from tests.preferences import ADAMW, COLS, LAYOUTS, VOCAB, PreferenceStep, first_step, pack, with_teacher
 
 WHOLE = Distillation(top_k=4)
 MIXED = Distillation(top_k=7, share=0.3, mean="per_sample")
@@ -97,3 +99,19 @@ def test_a_share_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match=r"objective\.top_k=0 must be at least 1"):
         Distillation(top_k=0)
     assert Distillation(top_k=1, share=1.0).mean == "tokens"
+
+
+@pytest.mark.parametrize("layout", ["stages, all", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_teacher_says_the_same_on_any_layout(layout: str) -> None:
+    answers = []
+    for name in ("packed", layout):
+        run = PreferenceStep(name, WHOLE)
+        params = jax.device_put(run.first_state.params, run.shardings.params)
+        said = make_eval_step(run.model, run.layout, run.mesh, top_k=4)(params, run.batch)
+        column_L = np.argsort(context_order(COLS, run.spec.context, run.layout.context_order))
+        answers.append([np.asarray(array)[:, column_L] for array in (said.id, said.logprob)])
+    is_token_BL = pack(8, packed=True).segment_BL > 0
+    (want_id, want_logprob), (got_id, got_logprob) = answers
+    np.testing.assert_array_equal(got_id[is_token_BL], want_id[is_token_BL])
+    np.testing.assert_allclose(got_logprob[is_token_BL], want_logprob[is_token_BL], atol=1e-5)
+    np.testing.assert_allclose(np.exp(want_logprob[is_token_BL]).sum(axis=-1), 1.0, atol=1e-5)
