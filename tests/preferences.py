@@ -175,6 +175,17 @@ class PreferenceStep:
         return values, {str(path): np.asarray(moment) for path, moment in flat.items()}
 
 
+def assert_gradients(moments: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    """First moments of a step, within 1e-6 of all gradients together."""
+    assert moments.keys() == want.keys()
+    total = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in want.values()))
+    for path, gradient in want.items():
+        # The first moment is a tenth of the gradient.
+        difference = np.linalg.norm((moments[path] / np.float64(1 - ADAMW.b1) - gradient).ravel())
+        assert difference < 1e-6 * total, (path, difference / total)
+        assert np.linalg.norm(gradient) > 1e-4 * total, path
+
+
 @functools.cache
 def first_step(layout: str, objective: DPO | Distillation, **options: Any) -> PreferenceStep:
     """The step of a layout, compiled once."""

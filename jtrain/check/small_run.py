@@ -47,7 +47,7 @@ class SmallRuns:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of `axes_in_use`."""
+        """Mesh axes that the run has in use."""
         return axes_in_use(self.run.mesh)
 
     @property

@@ -2,6 +2,7 @@
 anew.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,16 +20,15 @@ def check_stored(objective: Objective, samples: Sequence[Sample], *, vocab_size:
     Raises:
       UserError: the file or folder is not there, or a sample is not in it.
     """
-    stored: StoredReferences | StoredTeacher
     match objective:
         case DPO(stored=str(path)):
-            stored, more = StoredReferences.read(path), {}
+            look_up = StoredReferences.read(path).at_targets
         case Distillation(stored=str(path), top_k=k):
-            stored, more = StoredTeacher(path, top_k=k), dict(vocab_size=vocab_size)
+            look_up = functools.partial(StoredTeacher(path, top_k=k).at_targets, vocab_size=vocab_size)
         case _:
             return ""
     for sample in samples:
-        stored.at_targets(*sample.ids, np.arange(sample.ids[0].shape[1]), **more)
+        look_up(*sample.ids, np.arange(sample.ids[0].shape[1]))
     return f"; all of them in {path}"
 
 

@@ -1,4 +1,4 @@
-"""What a teacher says of the samples of a run, stored in a folder: its most probable tokens after each
+"""Log-probabilities of a teacher, stored in a folder by samples of a run: its most probable tokens after each
 learned one.
 
 The folder has parts, each a safetensors file that is written whole: `hash` [samples, 16] bytes, `first`
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
 
 class StoredTeacher:
-    """What a teacher says, of the samples of a folder.
+    """Reader of a folder of a teacher's log-probabilities.
 
     Args:
       path: the folder.

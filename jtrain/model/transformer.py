@@ -31,7 +31,7 @@ from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import block_in_groups
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis
-from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, top_k_in_parts, unembedding_loss
+from jtrain.model.unembedding import Unembedding
 
 type SharedValues = tuple[tuple[Any, ...], Array, Array | None]
 """Cosine and sine of each rotation of the model, the documents' numbers, and `Batch.dropout_BL`."""
@@ -330,8 +330,7 @@ class Transformer(nnx.Module):
         over all tokens of their losses; None if all are targets. Only the objective is differentiable.
         """
         x_BLD, losses = self.forward(params, batch, placement)
-        # Only where there is a teacher: a loss of a user's own need not know of one.
-        soft = {} if batch.soft is None else {"soft": batch.soft}
+        soft = {} if batch.soft is None else {"soft": batch.soft}  # a user's own loss need not know of it
         total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement, batch.weight_BL, **soft)
         if self.router is None or losses is None:
             return total, nats
@@ -349,13 +348,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
-            sizes: Any = dict(placement.vocabulary, z_loss=self.z_loss, weight_BL=weight_BL, soft=soft)
-            sizes |= self._loss_settings
-            if placement.lookup is not None:
-                path = "embed_VD" if self.tie_embeddings else "unembed_DV"
-                fetch = functools.partial(placement.fetch, path)
-                return loss_in_parts(x_BLD, params[path], target_BL, fetch, tied=self.tie_embeddings, **sizes)
-            return unembedding_loss(x_BLD, self.unembed(params, placement), target_BL, **sizes)
+            unembedding = self._unembedding(params, placement)
+            return unembedding.loss(x_BLD, target_BL, z_loss=self.z_loss, weight_BL=weight_BL, soft=soft)
 
     def token_nats(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _"]:
         """Cross entropy of each of this device's tokens, [B, L / tensor], in nats; 0 without a target."""
@@ -365,41 +359,25 @@ class Transformer(nnx.Module):
         self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
     ) -> Float[Array, "B _"]:
         """Result of `token_nats` from what `normed` returns."""
-        vocabulary, tied, settings = placement.vocabulary, self.tie_embeddings, self._loss_settings
         with jax.named_scope("loss"):
-            if placement.lookup is None:
-                unembed = self.unembed(params, placement)
-                axis = vocabulary["axis"] if vocabulary["shards"] > 1 else None
-                return ops.token_cross_entropy(x_BLD, unembed, target_BL, axis=axis, **settings)
-            path = "embed_VD" if tied else "unembed_DV"
-            fetch = functools.partial(placement.fetch, path)
-            return token_nats_in_parts(
-                x_BLD, params[path], target_BL, fetch, tied=tied, **settings, **vocabulary
-            )
+            return self._unembedding(params, placement).token_nats(x_BLD, target_BL)
 
     def top_k_of(
         self, params: Params, x_BLD: Float[Array, "B _ D"], k: int, placement: Placement
     ) -> ops.SoftTargets:
-        """What the model says of the token after each of this device's: its `k` most probable tokens, and the
-        rest.
-
-        Args:
-          x_BLD: what `normed` returns.
-        """
-        sizes: Any = dict(self._loss_settings, **placement.vocabulary, k=k)
+        """`Unembedding.top_k` of what `normed` returns."""
         with jax.named_scope("loss"):
-            if placement.lookup is None:
-                unembed_DW = self.unembed(params, placement)
-                return top_k_in_parts(x_BLD, unembed_DW, lambda part: part, tied=False, **sizes)
-            path = "embed_VD" if self.tie_embeddings else "unembed_DV"
-            fetch = functools.partial(placement.fetch, path)
-            return top_k_in_parts(x_BLD, params[path], fetch, tied=self.tie_embeddings, **sizes)
+            return self._unembedding(params, placement).top_k(x_BLD, k)
 
-    @property
-    def _loss_settings(self) -> dict[str, Any]:
+    def _unembedding(self, params: Params, placement: Placement) -> Unembedding:
         # `auto` leaves the choice to the op, which knows the device.
-        chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
-        return dict(chunk_tokens=chunk, soft_cap=self.logit_soft_cap)
+        chunk = None if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
+        settings: Any = dict(placement.vocabulary, chunk_tokens=chunk, soft_cap=self.logit_soft_cap)
+        if placement.lookup is None:
+            return Unembedding(self.unembed(params, placement), None, tied=False, **settings)
+        path = "embed_VD" if self.tie_embeddings else "unembed_DV"
+        fetch = functools.partial(placement.fetch, path)
+        return Unembedding(params[path], fetch, self.tie_embeddings, **settings)
 
     @property
     def loss_chunk(self) -> int:

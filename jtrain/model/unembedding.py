@@ -1,10 +1,8 @@
-"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered from shards in
-parts.
-
-Functions take the axes that split the columns, and the number of devices along them: `tensor`, or in a
-pipeline `stage` and `tensor`.
+"""Cross entropy with an unembedding that is split by columns over `tensor`, in a pipeline over `stage` and `tensor`,
+and gathered from shards in parts.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,173 +22,115 @@ def num_parts(vocab_size: int, shards: int) -> int:
     return -(-vocab_size // shards // PART_COLUMNS)
 
 
-def unembedding_loss(
-    x_BLD: Float[Array, "B _ D"],
-    kernel_DW: Float[Array, "D _"],
-    target_BL: Int[Array, "B L"],
-    *,
-    axis: ops.VocabAxis,
-    shards: int,
-    chunk_tokens: int | None,
-    z_loss: float,
-    soft_cap: float | None,
-    weight_BL: Float[Array, "B L"] | None = None,
-    soft: ops.SoftTargets | None = None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`ops.linear_cross_entropy` at this device's positions, with its V / shards columns of the vocabulary.
+@dataclasses.dataclass(frozen=True)
+class Unembedding:
+    """Unembedding whose columns are split over devices, and what becomes of its logits.
 
-    Args:
-      target_BL, weight_BL, soft: at all positions.
+    weight: this device's columns, [D, V / shards], in the compute dtype; with `fetch` its shard of them, [d, V /
+      shards], or [V / shards, d] if tied.
+    fetch: gathers columns (tied: rows) of all shards, in the compute dtype; None where `weight` is whole.
+    axis, shards: axes that split the columns, and the number of devices along them.
+    chunk_tokens: tokens whose logits exist at a time; None leaves it to the op.
     """
-    settings: Any = dict(
-        chunk_tokens=chunk_tokens, z_loss=z_loss, soft_cap=soft_cap, weight_BL=weight_BL, soft=soft
-    )
-    if shards == 1:
-        return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
-    return ops.vocab_parallel_linear_cross_entropy(x_BLD, kernel_DW, target_BL, axis=axis, **settings)
 
+    weight: Float[Array, "_ _"]
+    fetch: Callable[[Array], Array] | None
+    tied: bool
+    axis: ops.VocabAxis
+    shards: int
+    chunk_tokens: int | None
+    soft_cap: float | None
 
-def loss_in_parts(
-    x_BLD: Float[Array, "B _ D"],
-    shard: Float[Array, "_ _"],
-    target_BL: Int[Array, "B L"],
-    fetch: Callable[[Array], Array],
-    *,
-    tied: bool,
-    axis: ops.VocabAxis,
-    shards: int,
-    chunk_tokens: int | None,
-    z_loss: float,
-    soft_cap: float | None,
-    weight_BL: Float[Array, "B L"] | None = None,
-    soft: ops.SoftTargets | None = None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
+    def loss(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        target_BL: Int[Array, "B L"],
+        *,
+        z_loss: float,
+        weight_BL: Float[Array, "B L"] | None = None,
+        soft: ops.SoftTargets | None = None,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """`ops.linear_cross_entropy` at this device's positions.
 
-    A single part is gathered once; with several, each part is gathered twice.
+        A single part is gathered once; with several, one part of the columns and of their gradient exists at a
+        time, and each is gathered twice.
 
-    Args:
-      shard: this device's block: [d, V / shards], or [V / shards, d] if tied.
-      target_BL, weight_BL, soft: at all positions.
-      fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
-    """
-    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
-    # One part: the gathered block is held from the forward to the backward pass, and gathered once.
-    if num_parts(shard_dW.shape[1] * shards, shards) == 1:
-        return unembedding_loss(
-            x_BLD,
-            gather_columns(shard_dW),
-            target_BL,
-            axis=axis,
-            shards=shards,
-            chunk_tokens=chunk_tokens,
-            z_loss=z_loss,
-            soft_cap=soft_cap,
-            weight_BL=weight_BL,
-            soft=soft,
+        Args:
+          target_BL, weight_BL, soft: at all positions.
+        """
+        settings: Any = dict(self._settings, z_loss=z_loss, weight_BL=weight_BL, soft=soft)
+        if (kernel_DW := self._whole_columns()) is None:
+            return ops.linear_cross_entropy_in_parts(
+                x_BLD, *self._in_parts(), target_BL, fetch=self._gather, axis=self._split, **settings
+            )
+        if self._split is None:
+            return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
+        return ops.vocab_parallel_linear_cross_entropy(
+            x_BLD, kernel_DW, target_BL, axis=self._split, **settings
         )
-    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
-    return ops.linear_cross_entropy_in_parts(
-        x_BLD,
-        part_Zdw,
-        column_Zw,
-        target_BL,
-        fetch=gather_columns,
-        chunk_tokens=chunk_tokens,
-        z_loss=z_loss,
-        soft_cap=soft_cap,
-        axis=axis if shards > 1 else None,
-        weight_BL=weight_BL,
-        soft=soft,
-    )
 
+    def token_nats(self, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]) -> Float[Array, "B _"]:
+        """Cross entropy of each of this device's tokens in nats; 0 without a target.
 
-def token_nats_in_parts(
-    x_BLD: Float[Array, "B _ D"],
-    shard: Float[Array, "_ _"],
-    target_BL: Int[Array, "B L"],
-    fetch: Callable[[Array], Array],
-    *,
-    tied: bool,
-    axis: ops.VocabAxis,
-    shards: int,
-    chunk_tokens: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "B _"]:
-    """Cross entropy of each of this device's tokens in nats, holding one part of the columns at a time.
+        Args:
+          target_BL: at all positions.
+        """
+        settings: Any = dict(self._settings, axis=self._split)
+        if (kernel_DW := self._whole_columns()) is not None:
+            return ops.token_cross_entropy(x_BLD, kernel_DW, target_BL, **settings)
+        return ops.token_cross_entropy_in_parts(
+            x_BLD, *self._in_parts(), target_BL, fetch=self._gather, **settings
+        )
 
-    Arguments are those of `loss_in_parts`.
-    """
-    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
-    # With one shard nothing is summed over an axis.
-    split = axis if shards > 1 else None
-    settings: Any = dict(chunk_tokens=chunk_tokens, soft_cap=soft_cap, axis=split)
-    if num_parts(shard_dW.shape[1] * shards, shards) == 1:
-        return ops.token_cross_entropy(x_BLD, gather_columns(shard_dW), target_BL, **settings)
-    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
-    return ops.token_cross_entropy_in_parts(
-        x_BLD, part_Zdw, column_Zw, target_BL, fetch=gather_columns, **settings
-    )
+    def top_k(self, x_BLD: Float[Array, "B _ D"], k: int) -> ops.SoftTargets:
+        """Log-probabilities of the k most probable tokens after each of this device's, and of all others
+        together.
+        """
+        return ops.top_k_in_parts(
+            x_BLD, *self._in_parts(), k=k, fetch=self._gather, axis=self._split, **self._settings
+        )
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return dict(chunk_tokens=self.chunk_tokens, soft_cap=self.soft_cap)
 
-def top_k_in_parts(
-    x_BLD: Float[Array, "B _ D"],
-    shard: Float[Array, "_ _"],
-    fetch: Callable[[Array], Array],
-    *,
-    k: int,
-    tied: bool,
-    axis: ops.VocabAxis,
-    shards: int,
-    chunk_tokens: int | None,
-    soft_cap: float | None,
-) -> ops.SoftTargets:
-    """Log-probabilities of the k most probable tokens after each of this device's, and of all others
-    together.
+    @property
+    def _split(self) -> ops.VocabAxis | None:
+        # With one shard nothing is summed over an axis.
+        return self.axis if self.shards > 1 else None
 
-    Other arguments are those of `loss_in_parts`.
-    """
-    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
-    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
-    return ops.top_k_in_parts(
-        x_BLD,
-        part_Zdw,
-        column_Zw,
-        k=k,
-        fetch=gather_columns,
-        chunk_tokens=chunk_tokens,
-        soft_cap=soft_cap,
-        axis=axis if shards > 1 else None,
-    )
+    @property
+    def _shard(self) -> Float[Array, "d W"]:
+        return self.weight.T if self.tied else self.weight
 
-
-def _columns(
-    shard: Float[Array, "_ _"], fetch: Callable[[Array], Array], *, tied: bool
-) -> tuple[Float[Array, "d W"], Callable[[Array], Float[Array, "D _"]]]:
-    """Returns this device's block of the unembedding, and the function that gathers some of its columns."""
-
-    def gather_columns(part_dw: Array) -> Float[Array, "D W"]:
+    def _gather(self, part_dw: Array) -> Float[Array, "D W"]:
+        """Some of this device's columns, of all shards."""
+        if self.fetch is None:
+            return part_dw
         # A tied table is [V, D]: ZeRO gathers its second dimension, so parts travel transposed.
-        return fetch(part_dw.T).T if tied else fetch(part_dw)
+        return self.fetch(part_dw.T).T if self.tied else self.fetch(part_dw)
 
-    return (shard.T if tied else shard), gather_columns
+    def _whole_columns(self) -> Float[Array, "D W"] | None:
+        """All of this device's columns, gathered; None if they are gathered in several parts."""
+        if self.fetch is not None and num_parts(self._shard.shape[1] * self.shards, self.shards) > 1:
+            return None
+        # Held from the forward to the backward pass.
+        return self._gather(self._shard)
 
+    def _in_parts(self) -> tuple[Float[Array, "Z d w"], Int[Array, "Z w"]]:
+        """Parts of this device's block, padded to equal sizes, and the ids of their columns.
 
-def _in_parts(
-    shard_dW: Float[Array, "d W"], axis: ops.VocabAxis, shards: int
-) -> tuple[Float[Array, "Z d w"], Int[Array, "Z w"]]:
-    """Returns the parts of this device's block, padded to equal sizes, and the ids of their columns.
-
-    Columns come last: the few rows of a shard would be padded to a TPU's 128 lanes.
-    """
-    d, local_columns = shard_dW.shape
-    # 128,256 columns over 4 shards: 32,064 each, in 2 parts of 16,032.
-    parts = num_parts(local_columns * shards, shards)
-    num_padding = -local_columns % parts
-    # Every device's own block is cut, so that all gather in each part, and equally much.
-    part_dZw = jnp.pad(shard_dW, ((0, 0), (0, num_padding))).reshape(d, parts, -1)
-    # Blocks of the vocabulary follow the device's index along the axes, outermost first.
-    first = jax.lax.axis_index(axis) * local_columns if shards > 1 else 0
-    # NO_COLUMN keeps padding out of the softmax, and no target has that id.
-    column_W = jnp.pad(first + jnp.arange(local_columns), (0, num_padding), constant_values=ops.NO_COLUMN)
-    return jnp.moveaxis(part_dZw, 1, 0), column_W.reshape(parts, -1)
+        Columns come last: the few rows of a shard would be padded to a TPU's 128 lanes.
+        """
+        shard_dW = self._shard
+        d, local_columns = shard_dW.shape
+        # 128,256 columns over 4 shards: 32,064 each, in 2 parts of 16,032.
+        parts = num_parts(local_columns * self.shards, self.shards)
+        num_padding = -local_columns % parts
+        # Every device's own block is cut, so that all gather in each part, and equally much.
+        part_dZw = jnp.pad(shard_dW, ((0, 0), (0, num_padding))).reshape(d, parts, -1)
+        # Blocks of the vocabulary follow the device's index along the axes, outermost first.
+        first = jax.lax.axis_index(self.axis) * local_columns if self.shards > 1 else 0
+        # NO_COLUMN keeps padding out of the softmax, and no target has that id.
+        column_W = jnp.pad(first + jnp.arange(local_columns), (0, num_padding), constant_values=ops.NO_COLUMN)
+        return jnp.moveaxis(part_dZw, 1, 0), column_W.reshape(parts, -1)

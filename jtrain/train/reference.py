@@ -1,4 +1,4 @@
-"""What another model says of all samples of a run, stored beforehand: the log-probabilities of preference
+"""Log-probabilities of all samples of a run by another model, stored beforehand: those of preference
 pairs by the run's first weights, for `objective.reference=stored`, and those of a teacher, for
 `objective=Distillation(...)`.
 """

@@ -159,7 +159,7 @@ def test_a_killed_measurement_goes_on(tmp_path: Path) -> None:
             break
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not children.read_text():
-        time.sleep(0.01)
+        time.sleep(0.01)  # the kernel tells nobody when a process has started another
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     quick, long = (survey.record_file(command, tmp_path) for command in (QUICK, LONG))

@@ -62,6 +62,7 @@ def train(chats: Path, workdir: Path, *sets: str, fiddlers: tuple[str, ...] = ()
 class OwnLoss(Transformer):
     """A user's model whose loss knows of no teacher."""
 
+    # What is refused at run time is refused by the types too.
     def cross_entropy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, params: Any, x_BLD: Any, target_BL: Any, placement: Any, weight_BL: Any = None
     ) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
@@ -19,6 +19,13 @@ from jtrain_kernels.linear_cross_entropy.soft_targets import (
     mixed_goal,
     mixed_nats,
     outcomes,
+)
+from jtrain_kernels.linear_cross_entropy.token_chunks import (
+    by_device,
+    in_chunks,
+    nats_of,
+    slope_weights,
+    weighted_sums,
 )
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.platforms import by_platform
@@ -159,12 +166,12 @@ def _xla(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     size = chunk if chunk_tokens is None else chunk_tokens
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
-    weight_ZC = None if weight_BL is None else _by_device(weight_BL, x_BLD, size, fill=0)
+    weight_ZC = None if weight_BL is None else by_device(weight_BL, x_BLD, size, fill=0)
     soft = None
     if soft_id_BLJ is not None and soft_logprob_BLI is not None:
         soft = SoftTargets(
-            _by_device(soft_id_BLJ, x_BLD, size, fill=0),
-            _by_device(soft_logprob_BLI, x_BLD, size, fill=0),
+            by_device(soft_id_BLJ, x_BLD, size, fill=0),
+            by_device(soft_logprob_BLI, x_BLD, size, fill=0),
             soft_share,
         )
     return _loss(x_ZcD, unembed_DV, target_ZC, weight_ZC, soft, z_loss, soft_cap, Vocab(axis))
@@ -175,22 +182,7 @@ def _chunked(
 ) -> tuple[Float[Array, "Z c D"], Int[Array, "Z C"]]:
     """Splits hidden states of this device, and targets of all that share the vocabulary, into Z chunks."""
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
-    return x_ZcD, _by_device(target_BL, x_BLD, size, fill=IGNORE)
-
-
-def _by_device(
-    value_BL: Shaped[Array, "B L *J"], x_BLD: Float[Array, "B _ D"], size: int, *, fill: int
-) -> Shaped[Array, "Z C *J"]:
-    """Splits values of all devices' positions into Z chunks, in the order of the all-gather: device by
-    device.
-    """
-    # The order within a chunk is that of the all-gather: device by device.
-    # [B, n, positions of a device] -> [B, positions, n]: row t has the values of the n devices' t-th tokens.
-    rows, length, rest = *x_BLD.shape[:2], value_BL.shape[2:]
-    value_Tn = value_BL.reshape(rows, -1, length, *rest).swapaxes(1, 2)
-    value_Zcn = in_chunks(value_Tn.reshape(rows * length, -1, *rest), size, fill=fill)
-    # [Z, c, n] -> [Z, n, c] -> [Z, C]: the chunk's tokens of device 0 first, as gathered.
-    return value_Zcn.swapaxes(1, 2).reshape(value_Zcn.shape[0], -1, *rest)
+    return x_ZcD, by_device(target_BL, x_BLD, size, fill=IGNORE)
 
 
 def token_cross_entropy(
@@ -222,13 +214,6 @@ def token_cross_entropy(
     return nats_Zc.reshape(-1)[: B * L].reshape(B, L)
 
 
-def nats_of(
-    lse: Float[Array, "*C"], picked: Float[Array, "*C"], target: Int[Array, "*C"]
-) -> Float[Array, "*C"]:
-    """Cross entropy of each token, from its log-partition and the logit of its target; 0 without a target."""
-    return jnp.where(target != IGNORE, lse - picked, 0.0)
-
-
 def chosen_chunk(
     x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: Axis | None
 ) -> int:
@@ -244,21 +229,6 @@ def chosen_chunk(
         axis=axis,
     )
     return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
-
-
-def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
-    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads with `fill`.
-
-    Raises:
-      UserError: chunk_tokens is not positive.
-    """
-    if chunk_tokens < 1:
-        raise UserError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
-    chunk = min(chunk_tokens, x.shape[0])
-    # -n % chunk is the number of tokens that the last chunk lacks.
-    if missing := -x.shape[0] % chunk:
-        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
-    return x.reshape(-1, chunk, *x.shape[1:])
 
 
 # Arguments 5 to 7 are no arrays: z_loss, soft_cap, vocab.
@@ -297,29 +267,6 @@ def _sums(summary: tuple[Any, ...], z_loss: float) -> Float[Array, "2"]:
     """Objective and nats of one chunk."""
     lse_c, nats_c, target_c, weight_c = summary
     return jnp.stack(weighted_sums(lse_c, nats_c, target_c, weight_c, z_loss))
-
-
-def weighted_sums(
-    lse: Float[Array, "*C"],
-    nats: Float[Array, "*C"],
-    target: Int[Array, "*C"],
-    weight: Float[Array, "*C"] | None,
-    z_loss: float,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Objective and nats, summed over tokens with a target, each times its weight."""
-    valid = target != IGNORE
-
-    def total(value: Array) -> Array:
-        value = jnp.where(valid, value, 0.0)
-        return jnp.sum(value if weight is None else value * weight)
-
-    sum_of_nats = total(nats)
-    return sum_of_nats + z_loss * total(lse * lse), sum_of_nats
-
-
-def slope_weights(target_C: Int[Array, " C"], weight_C: Float[Array, " C"] | None) -> Float[Array, " C"]:
-    """Factor of each token's gradient: its weight, 0 without a target."""
-    return jnp.where(target_C != IGNORE, 1.0 if weight_C is None else weight_C, 0.0)
 
 
 def _forward(

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.linear_cross_entropy.api import (
-    chosen_chunk,
-    in_chunks,
-    nats_of,
-    slope_weights,
-    weighted_sums,
-)
+from jtrain_kernels.linear_cross_entropy.api import chosen_chunk
 from jtrain_kernels.linear_cross_entropy.soft_targets import (
     SoftTargets,
     mixed_goal,
@@ -24,6 +18,7 @@ from jtrain_kernels.linear_cross_entropy.soft_targets import (
     part_columns,
     pick,
 )
+from jtrain_kernels.linear_cross_entropy.token_chunks import in_chunks, nats_of, slope_weights, weighted_sums
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.soft_cap import capped, times_slope
 
