@@ -302,7 +302,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         top_k=labels["c"],
         # A width of the experts' own is what f stands for: `tensor` splits it.
         d_ff=None,
-        shared_d_ff=layout_class.moe.shared_d_ff and hidden,
+        shared_d_ff=_shared_widths(layout_class.moe) * hidden,
     )
     model = Transformer(
         num_layers=2 if layout_class.staged and layout_class.part == "layers" else labels["y"] * stages,
@@ -338,6 +338,15 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # The last ring of the torus includes `context`: ZeRO shards over both.
         layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * context))
     return LabelledSizes(model, layout, rows, positions * tensor * context, labels)
+
+
+def _shared_widths(moe: MoESpec) -> int:
+    """Hidden width of the shared experts over that of an expert: exact where it is a whole number, as in files of
+    Qwen2-MoE; 0 where `shared_experts` counts them.
+    """
+    if moe.shared_d_ff is None:
+        return 0
+    return max(1, round(moe.shared_d_ff / moe.d_ff)) if moe.d_ff else 1
 
 
 def label_values(
