@@ -112,14 +112,14 @@ def load(folder: Path) -> "Breakdown":
     Raises:
       UserError: breakdown.json is truncated, or missing together with the trace to make it from.
     """
-    from jtrain.profile.analysis.breakdown import read_json  # lazy: numpy
+    from jtrain.profile.analysis.breakdown_json import read_breakdown  # lazy: numpy
     from jtrain.profile.postprocess import postprocess
 
     file = folder / "breakdown.json"
     # A run that was stopped wrote its trace, but not its breakdown.
     if not file.exists():
         postprocess(folder)
-    return read_json(file)
+    return read_breakdown(file)
 
 
 def _of_process(process: int, part: Path) -> "Breakdown | None":

@@ -85,6 +85,17 @@ class Instruction:
         return match[1] if match else ""
 
     @property
+    def stack_frame(self) -> int:
+        """Number of its innermost stack frame in its metadata; 0 if it has none."""
+        match = re.search(r"stack_frame_id=(\d+)", self.line)
+        return int(match[1]) if match else 0
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if XLA:GPU marked this pair of start and done as one that it will not overlap."""
+        return '"is_sync":true' in self.line
+
+    @property
     def is_root(self) -> bool:
         """True if its result is that of its computation."""
         return self.line.lstrip().startswith("ROOT ")
@@ -214,8 +225,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             if opcode.endswith(("-done", "-update")):
                 continue
             is_async, is_hidden, start, stop = is_parent_async, is_parent_hidden, index, index
-            # XLA:GPU marks pairs that it will not overlap; they count as synchronous.
-            if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
+            if opcode.endswith("-start") and not instruction.is_synchronous:
                 is_async, start, stop = True, begin_of(body, index), done_of(body, index)
                 # A start whose done is in another computation is in flight until this one ends.
                 stop = stop or len(body)

@@ -31,12 +31,13 @@ def postprocess(folder: Path) -> list[str]:
       UserError: the trace cannot be read.
     """
     from jtrain.profile.analysis import breakdown, figures, pipeline_trace
+    from jtrain.profile.analysis.breakdown_json import write_breakdown
     from jtrain.profile.report import profile_page
 
     traced = breakdown.load(folder)
     window_breakdown = breakdown.analyse(folder, traced)
     # Data and page first: they are there even if the trace cannot be annotated.
-    breakdown.write_json(window_breakdown, folder / "breakdown.json")
+    write_breakdown(window_breakdown, folder / "breakdown.json")
     profile_page.write(window_breakdown, folder / "report.html")
     messages = (
         [figures.pipeline_line(window_breakdown.pipeline)] if window_breakdown.pipeline is not None else []

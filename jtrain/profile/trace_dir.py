@@ -21,7 +21,16 @@ FACT_NAMES = (
     "planned",
     "memory",
 )
-FACT_NAMES += ("step_flops", "module", "settings", "goodput", "process", "num_processes", "pipeline")
+FACT_NAMES += (
+    "step_flops",
+    "module",
+    "settings",
+    "goodput",
+    "process",
+    "num_processes",
+    "pipeline",
+    "partitions",
+)
 """Keys of facts.json."""
 
 

@@ -136,5 +136,5 @@ def html(page: Page) -> str:
         css=(folder / "page.css").read_text(),
         js=(folder / "page.js").read_text(),
         # "<" is escaped in JSON's own way, so that a string with </script> does not end the element.
-        content=json.dumps(page.content).replace("<", "\\u003c"),
+        content=json.dumps(page.content, separators=(",", ":")).replace("<", "\\u003c"),
     )

@@ -163,6 +163,11 @@ class TraceWindows(Callback):
             "settings": settings | {"precision.reduce_dtype": run.precision.reduce_dtype},
             "goodput": self._goodput.ledger.so_far(),
             "mesh": dict(mesh.shape),
+            # Where each device of this process, in the order of a trace, stands in the mesh.
+            "partitions": [
+                mesh.devices.flatten().tolist().index(device)
+                for device in sorted(mesh.local_devices, key=lambda device: device.id)
+            ],
             "peaks": self.peaks.facts()
             | {
                 "ref_mhz": self.peaks.published_mhz or clocks.get("ref_mhz"),

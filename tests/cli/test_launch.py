@@ -14,7 +14,7 @@ import pytest
 
 from jtrain.cli import launch
 from jtrain.cli.run import run
-from jtrain.profile.analysis.breakdown import read_json
+from jtrain.profile.analysis.breakdown_json import read_breakdown
 from jtrain.runtime.multihost import join_processes
 from jtrain.runtime.stores import check_workdir, default_workdir
 from tests.processes import program
@@ -353,7 +353,7 @@ def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -
     window = workdir / "profile" / "2"
     for process in range(processes):
         folder = window if process == 0 else window / f"process-{process}"
-        found = read_json(folder / "breakdown.json")
+        found = read_breakdown(folder / "breakdown.json")
         assert (found.process, found.num_processes) == (process, processes)
         assert (found.num_devices, found.all_devices) == (devices, processes * devices)
         assert [step.step for step in found.steps] == [3, 4]

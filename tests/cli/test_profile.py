@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.cli import launch
 from jtrain.cli.profile import find, main
-from jtrain.profile.analysis import breakdown as breakdowns
+from jtrain.profile.analysis.breakdown_json import write_breakdown
 from jtrain.profile.analysis.records import Breakdown
 from jtrain.profile.report import profile_page
 from tests.cli.loaded import list_loaded
@@ -22,7 +22,7 @@ def left(workdir: Path, step: int, breakdown: Breakdown) -> Path:
     """Writes the files of a postprocessed window into a workdir."""
     folder = workdir / "profile" / str(step)
     folder.mkdir(parents=True)
-    breakdowns.write_json(breakdown, folder / "breakdown.json")
+    write_breakdown(breakdown, folder / "breakdown.json")
     profile_page.write(breakdown, folder / "report.html")
     return folder
 
@@ -56,7 +56,7 @@ def test_processes_are_laid_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     steps = [dataclasses.replace(step, parts=step.parts | {"data_wait": 0.3}) for step in first.steps]
     for process in (1, 2):
         (folder / f"process-{process}").mkdir()
-    breakdowns.write_json(
+    write_breakdown(
         dataclasses.replace(first, process=1, steps=steps), folder / "process-1" / "breakdown.json"
     )
 

@@ -9,17 +9,23 @@ from jtrain.profile.analysis.records import (
     Breakdown,
     ClockTrack,
     CommRow,
+    CriticalPath,
+    Lane,
+    LaneTrack,
     LiveTrack,
     MemoryRow,
     OpKind,
     OpRow,
+    PathRow,
     Peaks,
     Phase,
     StepBreakdown,
+    WhatIf,
 )
 
 STEPS, DEVICES, TOKENS = 5, 4, 131_072
 STEP_S = 1.2
+COUNT, PEAK_FLOPS = 32 * STEPS * DEVICES, 989.4e12
 
 SHARES = {
     "theoretical": 0.46,
@@ -90,7 +96,11 @@ def op(name: str, opcode: str, kind: OpKind, phase: Phase, layer: str, seconds: 
         kind=kind,
         phase=phase,
         layer=layer,
-        count=32 * STEPS * DEVICES,
+        flops=round((theoretical or 0.0) / COUNT * PEAK_FLOPS),
+        bytes=round((theoretical or 0.0) / COUNT * PEAK_FLOPS / 250),
+        shape="bf16[8192,4096]",
+        source="" if kind == "communication" else f"jtrain/model/{layer.rpartition('/')[2]}.py:88",
+        count=COUNT,
         total_s=total,
         theoretical_s=theoretical,
         lost_s=lost,
@@ -103,7 +113,7 @@ def op(name: str, opcode: str, kind: OpKind, phase: Phase, layer: str, seconds: 
 def track(device: int, *, points: int = 300) -> ClockTrack:
     """Track of a clock that falls from 1,980 to about 1,600 MHz under the power cap."""
     draw = random.Random(device)
-    time_s = [STEPS * STEP_S * i / (points - 1) for i in range(points)]
+    time_s = [round(STEPS * STEP_S * i / (points - 1), 6) for i in range(points)]
     capped = [t > 0.4 * STEPS * STEP_S + 0.1 * device for t in time_s]
     mhz: list[float | None] = [1600.0 + draw.choice((-15, 0, 15)) if cap else 1980.0 for cap in capped]
     mhz[7] = None  # a query that the driver refused
@@ -113,12 +123,35 @@ def track(device: int, *, points: int = 300) -> ClockTrack:
         time_s=time_s,
         sm_mhz=mhz,
         mem_mhz=[2619.0] * points,
-        power_w=[640.0 + 60 * math.sin(9 * t) for t in time_s],
-        temperature_c=[48.0 + 14 * (1 - math.exp(-t / 2)) for t in time_s],
+        power_w=[round(640.0 + 60 * math.sin(9 * t), 2) for t in time_s],
+        temperature_c=[round(48.0 + 14 * (1 - math.exp(-t / 2)), 2) for t in time_s],
         reasons=[
             "power_cap" + (",sw_thermal" if t > 5 else "") if cap else ""
             for t, cap in zip(time_s, capped, strict=True)
         ],
+    )
+
+
+def lanes(*, executions: int = 60) -> LaneTrack:
+    """A lane of computing and one of collectives for each device, the collectives beside every second op."""
+    length_us = (STEP_S + 0.02) * 1e6 / executions
+    return LaneTrack(
+        step=22,
+        duration_s=STEP_S + 0.02,
+        names=[row[0] for row in OPS],
+        groups=["communication" if row[2] == "communication" else row[3] for row in OPS],
+        lanes=[
+            Lane(
+                device,
+                kind,
+                [i % 7 if kind == "computing" else 7 + i % 3 for i in range(executions)],
+                [i * length_us for i in range(executions)],
+                [length_us * (0.9 if kind == "computing" else 0.5)] * executions,
+            )
+            for device in range(DEVICES)
+            for kind in ("computing", "communication")
+        ],
+        num_left_out=0,
     )
 
 
@@ -159,8 +192,20 @@ def breakdown() -> Breakdown:
             },
         ),
         pipeline=None,
+        lanes=lanes(),
+        path=CriticalPath(
+            step=22,
+            duration_s=STEP_S + 0.02,
+            rows=[
+                PathRow("layers/mlp, backward", "computing", 0.5),
+                PathRow("layers/mlp, forward", "computing", 0.3),
+                PathRow("reduce-scatter over data", "communication", 0.3),
+                PathRow("host", "wait", 0.12),
+            ],
+            causes=[WhatIf("all communication", 0.92), WhatIf("low clocks", 1.12)],
+        ),
         coverage=0.9931,
-        peaks=Peaks(flops=989.4e12, hbm_bytes_per_s=4.8e12, ref_mhz=1830.0, max_mhz=1980.0),
+        peaks=Peaks(flops=PEAK_FLOPS, hbm_bytes_per_s=4.8e12, ref_mhz=1830.0, max_mhz=1980.0),
         settings={"layout.zero_stage": 3, "layout.microbatches": 4, "layout.remat": "full"},
         goodput={
             "startup": 9.0,
@@ -198,6 +243,7 @@ def on_cpu() -> Breakdown:
         clocks=[dataclasses.replace(clocks[0], device=device) for device in range(2)],
         memory=breakdown().memory[:3],
         peaks=measured,
+        lanes=dataclasses.replace(track_of_lanes := lanes(), lanes=track_of_lanes.lanes[:4]),
         advice=[],
         notes=["Power and energy are unknown: the source of the clocks (cpu) reads none on this machine."],
     )
@@ -230,6 +276,8 @@ def unknown() -> Breakdown:
         memory=[],
         peaks=Peaks(None, None, None, None),
         live=None,
+        lanes=None,
+        path=None,
         advice=[],
         notes=["no peak of this device is known: the theoretical time, the chain and MFU are unknown."],
     )

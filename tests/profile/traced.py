@@ -24,6 +24,7 @@ from jtrain.profile.capture.trace import Window, compiled_text
 from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from tests.compilations import with_source_lines
 from tests.layouts import layout_from
 
 SIZES: dict[str, Any] = dict(
@@ -84,6 +85,7 @@ def traced(
             "tokens_per_step": ROWS * COLS,
             "mesh": spec.shape,
             "peaks": PEAKS,
+            "partitions": list(range(spec.size)),
             "planned": [dict(kind=c.kind, axes=c.axes, wire_bytes=c.wire_bytes) for c in planned],
             "memory": [dict(name="params", bytes=1, source="plan")],
             "step_flops": flops_per_token(model, seq_len=COLS).total_flops * ROWS * COLS,
@@ -94,7 +96,8 @@ def traced(
         },
     )
     step = make_train_step(model, optimizer, layout, mesh)
-    state, metrics = step(init_state(layout, optimizer, mesh, seed=0), batch)
+    with with_source_lines():
+        state, metrics = step(init_state(layout, optimizer, mesh, seed=0), batch)
     jax.block_until_ready((state, metrics))
     window.start()
     for index in STEPS:

@@ -5,7 +5,6 @@ run.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,29 +13,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jtrain.errors import UserError
-from jtrain.hlo import parser
+from jtrain.hlo import dependencies, parser
 from jtrain.hlo.parser import HloProgram
+from jtrain.hlo.source_lines import source_lines
 from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.event_losses import EventLosses, comm_rows, event_losses, op_rows
 from jtrain.profile.analysis.figures import PARTS
 from jtrain.profile.analysis.hlo_ops import read_ops
+from jtrain.profile.analysis.lanes import lane_track
 from jtrain.profile.analysis.records import (
     Breakdown,
-    CommRow,
     HloOp,
     MemoryRow,
-    OpRow,
     Peaks,
     StepBreakdown,
     Trace,
 )
+from jtrain.profile.analysis.replay import critical_path
 from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out
 from jtrain.profile.analysis.xplane import read
 from jtrain.profile.clocks import samples
 from jtrain.profile.clocks.samples import Anchor, Samples, energy_j
 from jtrain.profile.trace_dir import read_facts
-from jtrain.runtime.atomic_io import write_whole
 
 
 def analyse(folder: Path, traced: "Traced | None" = None) -> Breakdown:
@@ -54,7 +53,9 @@ def analyse(folder: Path, traced: "Traced | None" = None) -> Breakdown:
     # Callers that need trace and ops as well read them once, since a trace is slow to read.
     trace, ops, step_program = traced or load(folder)
     facts = read_facts(folder)
-    breakdown = break_down(trace, ops, facts, aligned_samples(folder, trace))
+    breakdown = break_down(
+        trace, ops, facts, aligned_samples(folder, trace), dependencies.producers(step_program)
+    )
     pipeline, pipeline_notes = pipeline_trace.find(trace, step_program, ops, facts["pipeline"])
     live_track = memory_timeline.track(trace, step_program, ops)
     return dataclasses.replace(
@@ -84,14 +85,15 @@ def load(folder: Path) -> Traced:
     module = facts["module"]
     trace = read(folder, module=module, platform=facts["platform"], device_kind=facts["device_kind"])
     files = sorted(folder.glob("*.hlo.txt"))
-    programs = {file.name.removesuffix(".hlo.txt"): parser.read(file.read_text()) for file in files}
+    texts = {file.name.removesuffix(".hlo.txt"): file.read_text() for file in files}
+    programs = {name: parser.read(text) for name, text in texts.items()}
     if module not in programs:
         raise UserError(
             f"{folder} lacks {module}.hlo.txt, the compiled program that was traced. Trace again."
         )
     ops: dict[str, HloOp] = {}
     for program_module, program in programs.items():
-        module_ops = read_ops(program, facts["mesh"])
+        module_ops = read_ops(program, facts["mesh"], source_lines(texts[program_module]))
         # Ops of other programs may have the same names; the trace calls them <module>/<op>, too.
         ops |= (
             module_ops
@@ -118,13 +120,18 @@ def aligned_samples(folder: Path, trace: Trace) -> dict[int, Samples]:
 
 
 def break_down(
-    trace: Trace, ops: Mapping[str, HloOp], facts: dict[str, Any], sampled: Mapping[int, Samples]
+    trace: Trace,
+    ops: Mapping[str, HloOp],
+    facts: dict[str, Any],
+    sampled: Mapping[int, Samples],
+    producers: Mapping[str, frozenset[str]],
 ) -> Breakdown:
     """Computes the breakdown, without advice, memory over time and instructions of a pipeline.
 
     Args:
       facts: as for `trace.Window`.
       sampled: clock samples by device, on the trace's clock; {} if nothing was sampled.
+      producers: ops whose results each op reads (`jtrain.hlo.dependencies`).
     """
     events, device_steps = lay_out(trace, ops)
     stored_peaks = Peaks(**facts["peaks"])
@@ -159,6 +166,8 @@ def break_down(
         # What follows from the programs' text, or from this breakdown: `analyse` fills it in.
         live=None,
         pipeline=None,
+        lanes=lane_track(trace, events),
+        path=critical_path(trace, events, losses, peaks, producers, facts["partitions"]),
         coverage=_coverage(events),
         peaks=peaks,
         settings=facts["settings"],
@@ -342,47 +351,3 @@ def _energy_notes(steps: list[StepBreakdown], sampled: Mapping[int, Samples]) ->
         return []
     sources = ", ".join(sorted({device_samples.source for device_samples in sampled.values()}))
     return [f"Power and energy are unknown: the source of the clocks ({sources}) reads none on this machine."]
-
-
-def write_json(breakdown: Breakdown, file: Path) -> None:
-    """Writes breakdown.json atomically; raises ValueError if it would hold `nan` or an infinity."""
-    write_whole(file, json.dumps(breakdown.to_dict(), indent=1, allow_nan=False) + "\n")
-
-
-def read_json(file: Path) -> Breakdown:
-    """Reads a breakdown that `write_json` wrote.
-
-    Raises:
-      UserError: the file is missing, truncated or written by another version.
-    """
-    advice = f"Write it again: python -m jtrain.profile.postprocess {file.parent}."
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}. {advice}") from error
-    except ValueError as error:
-        raise UserError(f"{file} is truncated or not JSON ({error}). {advice}") from error
-    version = values.get("version") if isinstance(values, dict) else None
-    if version != 1:
-        raise UserError(f"{file} has version={version}, but this jtrain reads version=1. {advice}")
-    # JSON has lists where the classes have tuples, and dicts where they have classes.
-    rows = {"steps": StepBreakdown, "ops": OpRow, "clocks": records.ClockTrack, "memory": MemoryRow}
-    try:
-        for name, row_class in rows.items():
-            values[name] = [row_class(**fields) for fields in values[name]]
-        values["communication"] = [
-            CommRow(**(fields | {"axes": tuple(fields["axes"])})) for fields in values["communication"]
-        ]
-        values["peaks"] = Peaks(**values["peaks"])
-        if values["live"] is not None:
-            values["live"] = records.LiveTrack(**values["live"])
-        if (fields := values["pipeline"]) is not None:
-            steps = [records.PipelineShares(**step) for step in fields["steps"]]
-            spans = {
-                name: [[tuple(span) for span in row] for row in fields[name]]
-                for name in ("measured", "planned")
-            }
-            values["pipeline"] = records.PipelineTrack(**{**fields, **spans, "steps": steps})
-        return Breakdown(**values)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{file} has a missing or an unknown field ({error}). {advice}") from error

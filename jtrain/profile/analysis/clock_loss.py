@@ -164,7 +164,8 @@ def sample_tracks(
         times = device_samples.epoch_ns[indices]
         values = {
             name: [
-                None if math.isnan(value) else value
+                # More digits than a sensor has would only make the report larger.
+                None if math.isnan(value) else round(value, 2)
                 for value in device_samples.mean(name, times, times).tolist()
             ]
             for name in SERIES
@@ -174,7 +175,7 @@ def sample_tracks(
             ClockTrack(
                 device=device,
                 source=device_samples.source,
-                time_s=((times - start_ns) * 1e-9).tolist(),
+                time_s=np.round((times - start_ns) * 1e-9, 6).tolist(),
                 reasons=[reason_names(bits) for bits in device_samples.reasons[indices].tolist()],
                 **values,
             )

@@ -120,9 +120,9 @@ def tokens_per_s(breakdown: Breakdown) -> float:
     return breakdown.tokens_per_step * len(breakdown.steps) / sum(step.duration_s for step in breakdown.steps)
 
 
-def per_step(breakdown: Breakdown, seconds: float) -> float:
-    """Converts seconds summed over all devices and steps of the window to seconds per device and step."""
-    return seconds / (len(breakdown.steps) * breakdown.num_devices)
+def per_step(breakdown: Breakdown, total: int | float) -> float:
+    """Converts a sum over all devices and steps of the window to what it is per device and step."""
+    return total / (len(breakdown.steps) * breakdown.num_devices)
 
 
 def parts_of(step: StepBreakdown) -> list[StepPart]:

@@ -5,7 +5,9 @@ layer of their users, else of their operands, else of the surrounding loop.
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from jtrain.errors import UserError
 from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
@@ -20,14 +22,19 @@ _CONTROL += ("after-all", "opt-barrier", "partition-id", "replica-id")
 _NETWORK = (*KINDS, "send", "recv")
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
+_ARRAYS_OF_SHAPE = 3
+
 type _Mark = tuple[Phase, str]
 
 
-def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, HloOp]:
+def read_ops(
+    program: HloProgram, mesh_shape: Mapping[str, int], sources: Mapping[int, str] | None = None
+) -> dict[str, HloOp]:
     """Reads the ops of a program by name. A fusion is one op; instructions inside it are not listed.
 
     Args:
       mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
+      sources: lines of source code by stack frame (`jtrain.hlo.source_lines`).
 
     Raises:
       UserError: the text has no entry computation.
@@ -39,14 +46,20 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
     ops: dict[str, HloOp] = {}
 
     def visit(name: str, outer_mark: _Mark) -> None:
-        marks = _marks(name, program, outer_mark)
+        marks, lines = _marks(name, program, outer_mark), _sources(name, program, sources or {})
         for instruction in program.computations[name]:
             phase, layer = marks[instruction.name]
             if instruction.is_control_flow:
                 # With the condition of a loop: the trace has its ops too.
                 for computation in instruction.called_with_condition:
                     visit(computation, (phase, layer))
-            ops[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, ops)
+            op = _op(instruction, phase, layer, program, mesh_shape, ops)
+            ops[op.name] = dataclasses.replace(
+                op,
+                shape=_shape(instruction.type),
+                source=lines[instruction.name],
+                is_async=instruction.opcode.endswith("-start") and not instruction.is_synchronous,
+            )
 
     visit(program.entry, UNMARKED)
     return ops
@@ -67,10 +80,11 @@ def is_recomputed(op: HloOp) -> bool:
     return "rematted_computation" in op.scope
 
 
-def _vote(marks: Iterator[_Mark]) -> _Mark:
-    counted = collections.Counter(mark for mark in marks if mark != UNMARKED)
-    # Of equally frequent marks the first wins, so the result does not depend on hashes.
-    return counted.most_common(1)[0][0] if counted else UNMARKED
+def _vote[Value](values: Iterable[Value], unknown: Value) -> Value:
+    """The most frequent known value; `unknown` if there is none."""
+    counted = collections.Counter(value for value in values if value != unknown)
+    # Of equally frequent values the first wins, so the result does not depend on hashes.
+    return counted.most_common(1)[0][0] if counted else unknown
 
 
 def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
@@ -81,7 +95,11 @@ def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mar
     scope = instruction.op_name
     outer_scope, separator, scopes = scope.partition("/(")
     # The most frequent mark wins: gradients of many layers are combined into one all-reduce.
-    mark = _vote(map(scope_mark, scopes.split(":"))) if separator and ":" in scopes else scope_mark(scope)
+    mark = (
+        _vote(map(scope_mark, scopes.split(":")), UNMARKED)
+        if separator and ":" in scopes
+        else scope_mark(scope)
+    )
     if mark != UNMARKED or instruction.is_control_flow:
         return mark, scope
     # The root's result is what the fusion is for; only if it has no scope, all of the fusion votes.
@@ -89,14 +107,23 @@ def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mar
     for root in (nested for nested in nested_instructions if nested.is_root):
         if (root_mark := scope_mark(root.op_name)) != UNMARKED:
             return root_mark, root.op_name
-    return _vote(scope_mark(nested.op_name) for nested in nested_instructions), scope or outer_scope
+    return _vote(
+        (scope_mark(nested.op_name) for nested in nested_instructions), UNMARKED
+    ), scope or outer_scope
 
 
 def _marks(computation: str, program: HloProgram, outer_mark: _Mark) -> dict[str, _Mark]:
     """Phase and layer of every instruction of a computation."""
     body = program.computations[computation]
-    # First from the instruction itself; only those without a mark ask their neighbours.
-    marks = {i.name: _mark_and_scope(i, program)[0] for i in body}
+    marks = _with_neighbours(body, {i.name: _mark_and_scope(i, program)[0] for i in body}, UNMARKED)
+    return {name: outer_mark if mark == UNMARKED else mark for name, mark in marks.items()}
+
+
+def _with_neighbours[Value](
+    body: Sequence[Instruction], values: Mapping[str, Value], unknown: Value
+) -> dict[str, Value]:
+    """Values of a computation's instructions; those without one have that of their users, else their operands."""
+    values = dict(values)
     users: dict[str, list[str]] = {i.name: [] for i in body}
     operands: dict[str, list[str]] = {}
     for instruction in body:
@@ -106,9 +133,30 @@ def _marks(computation: str, program: HloProgram, outer_mark: _Mark) -> dict[str
     # The text is in schedule order, so one pass in each direction reaches every instruction.
     for order, neighbours in ((reversed(body), users), (body, operands)):
         for instruction in order:
-            if marks[instruction.name] == UNMARKED:
-                marks[instruction.name] = _vote(marks[name] for name in neighbours[instruction.name])
-    return {name: outer_mark if mark == UNMARKED else mark for name, mark in marks.items()}
+            if values[instruction.name] == unknown:
+                values[instruction.name] = _vote(
+                    (values[name] for name in neighbours[instruction.name]), unknown
+                )
+    return values
+
+
+def _shape(type_: str) -> str:
+    """`bf16[8,4096]`: a type without layouts; of a tuple the first arrays."""
+    names = re.findall(r"[a-z]\w*\[[\d,]*\]", type_)
+    return ", ".join(names[:_ARRAYS_OF_SHAPE]) + (", ..." if len(names) > _ARRAYS_OF_SHAPE else "")
+
+
+def _sources(computation: str, program: HloProgram, sources: Mapping[int, str]) -> dict[str, str]:
+    """Line of source code of every instruction of a computation; "" where none is known."""
+    body = program.computations[computation]
+
+    def lines(instruction: Instruction) -> str:
+        nested_instructions = () if instruction.is_control_flow else program.inside(instruction)
+        return sources.get(instruction.stack_frame) or _vote(
+            (sources.get(nested.stack_frame, "") for nested in nested_instructions), ""
+        )
+
+    return _with_neighbours(body, {instruction.name: lines(instruction) for instruction in body}, "")
 
 
 def _base_opcode(opcode: str) -> str:
@@ -170,7 +218,7 @@ def _collective(
             wire_bytes(kind, whole_bytes, size)
             for _, whole_bytes in whole_arrays(instruction, size, program.types)
         )
-        return OpTraffic(kind, axes_of(groups, mesh_shape), sent_bytes)
+        return OpTraffic(kind, axes_of(groups, mesh_shape), sent_bytes, tuple(map(tuple, groups)))
     if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None
     traffics = (_collective(nested, program, mesh_shape) for nested in program.inside(instruction))

@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from jtrain.hlo.parser import HloProgram, Instruction, array_bytes, elements
 from jtrain.hlo.scopes import Phase
 from jtrain.profile.analysis.records import HloOp, LiveTrack, OpEvent, StepSpan, Trace
+from jtrain.profile.analysis.timeline import median_step
 
 CLASSES: dict[Phase, str] = {
     "forward": "made by the forward pass",
@@ -76,9 +77,7 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
 
 def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
     """Curve over the window's median step on its first device; None if no op of the program ran in it."""
-    steps = sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)
-    # The median step by duration: an outlier may wait for data or for a save.
-    step = steps[len(steps) // 2]
+    step = median_step(trace)
     alive = live_bytes(program, ops)
     device = min((event.device for event in trace.events), default=0)
     events = [e for e in trace.events if e.step == step.step and e.device == device and e.name in alive]

@@ -18,11 +18,13 @@ class OpTraffic:
     """Network traffic of one execution of an op, as one device sees it.
 
     wire_bytes: bytes that the device sends, assuming a ring algorithm.
+    groups: devices that communicate with each other, as indices into the mesh.
     """
 
     kind: str
     axes: tuple[str, ...]
     wire_bytes: int
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,9 @@ class HloOp:
     layer: "embed", "layers/attention", "layers/mlp", "final_norm", "loss", "optimizer" ...; "" if unknown.
     scope: path of named scopes and functions that the instruction was traced from, as the compiler keeps it.
     flops, bytes: per execution on one device; 0 if unknown.
+    shape: element types and dimensions of its result; source: file and line that it was traced from; "" if
+      unknown.
+    is_async: True for the start of a collective or copy that later ops may run beside.
     """
 
     name: str
@@ -43,6 +48,9 @@ class HloOp:
     flops: int
     bytes: int
     collective: OpTraffic | None
+    shape: str = ""
+    source: str = ""
+    is_async: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +149,7 @@ class OpRow:
       communication the seconds that no compute hides (exposed).
     mean_mhz: mean clock while the op ran.
     multiplier: time that the op would have taken at the reference clock, as a share of its measured time.
+    flops, bytes, shape, source: as of `HloOp`.
     """
 
     name: str
@@ -148,6 +157,10 @@ class OpRow:
     kind: OpKind
     phase: Phase
     layer: str
+    flops: int
+    bytes: int
+    shape: str
+    source: str
     count: int
     total_s: float
     theoretical_s: float | None
@@ -215,6 +228,70 @@ class LiveTrack:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lane:
+    """Executions of ops of one kind on one device, in order of their start; none overlaps another.
+
+    kind: "computing" or "communication".
+    ops: indices into `LaneTrack.names`.
+    start_us, duration_us: microseconds from the step's start.
+    """
+
+    device: int
+    kind: str
+    ops: list[int]
+    start_us: list[float]
+    duration_us: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneTrack:
+    """What each device ran when, in one step.
+
+    duration_s: of the step.
+    names, groups: of each op; the group is its phase, or "communication".
+    num_left_out: executions that are in no lane: the shortest ones of a step that has too many.
+    """
+
+    step: int
+    duration_s: float
+    names: list[str]
+    groups: list[str]
+    lanes: list[Lane]
+    num_left_out: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PathRow:
+    """Seconds of the critical path in one layer and phase, one kind of collective, or one kind of wait."""
+
+    name: str
+    kind: Literal["computing", "communication", "wait"]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIf:
+    """Length of the step without one cause of lost time, replayed (`replay.py`)."""
+
+    cause: str
+    without_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticalPath:
+    """The chain of ops and waits that one step was as long as.
+
+    rows: add up to duration_s; largest first.
+    causes: largest gain first; those without a gain are left out.
+    """
+
+    step: int
+    duration_s: float
+    rows: list[PathRow]
+    causes: list[WhatIf]
+
+
+@dataclasses.dataclass(frozen=True)
 class PipelineShares:
     """Shares of the workers' time in the ticks of one step.
 
@@ -271,6 +348,7 @@ class Breakdown:
       goodput.json.
     pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show
       them.
+    lanes, path: what each device ran in the median step, and its critical path; None if no op ran.
     notes: facts that are unknown, with the reason.
     """
 
@@ -288,14 +366,16 @@ class Breakdown:
     memory: list[MemoryRow]
     live: LiveTrack | None
     pipeline: PipelineTrack | None
+    lanes: LaneTrack | None
+    path: CriticalPath | None
     coverage: float
     peaks: Peaks
     settings: dict[str, str | int]
     goodput: dict[str, float]
     advice: list[str]
     notes: list[str]
-    # Raised when a field changes its meaning; `read_json` refuses all others.
-    version: int = 1
+    # Raised when a field changes its meaning; `read_breakdown` refuses all others.
+    version: int = 2
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of breakdown.json."""

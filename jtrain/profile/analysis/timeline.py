@@ -67,6 +67,11 @@ def kernel_names(ops: Mapping[str, HloOp]) -> dict[str, str]:
     return {name.replace(".", "_").replace("-", "_"): name for name in ops}
 
 
+def median_step(trace: Trace) -> StepSpan:
+    """The step of median duration: an outlier may wait for data or for a save."""
+    return sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)[len(trace.steps) // 2]
+
+
 def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[DeviceStep]]:
     """Computes every op's own time, and every device's time in every step."""
     events, table = _event_table(trace, ops)
@@ -77,7 +82,7 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
     own_s, overlap_share, exposed_s = (np.zeros(len(table)) for _ in range(3))
     rows = []
     for span in trace.steps:
-        data_waits, host_work = _host_sets(trace.host, span)
+        data_waits, host_work = host_sets(trace.host, span)
         for index in range(trace.num_devices):
             is_device_step = (step == span.step) & (device == index)
             sets = []
@@ -123,7 +128,7 @@ def _event_table(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], n
     return list(traced_ops.values()), table[np.argsort(table[:, 3], kind="stable")]
 
 
-def _host_sets(host: tuple[HostSpan, ...], span: StepSpan) -> tuple[intervals.Set, intervals.Set]:
+def host_sets(host: tuple[HostSpan, ...], span: StepSpan) -> tuple[intervals.Set, intervals.Set]:
     """Times in a step at which the host waited for data, and at which it did other annotated work."""
     sets = []
     for is_data_wait in (True, False):
@@ -179,8 +184,9 @@ def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
         )
 
     with_other = events.computes & (events.overlap_share >= ALONE)
-    ratio = mean(with_other) / mean(events.computes & (events.overlap_share < ALONE))
-    # A mean over no event is nan; a ratio below 1 is noise.
+    # A mean over no event is nan, and that of ops too short for the trace's clock 0; a ratio below 1 is noise.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = mean(with_other) / mean(events.computes & (events.overlap_share < ALONE))
     ratio = np.where(np.isfinite(ratio), np.maximum(ratio, 1.0), 1.0)
     factors[with_other] = ratio[events.op[with_other]]
     return factors

@@ -25,11 +25,11 @@ class Window:
     Args:
       folder: folder of this window alone; created if missing.
       facts: platform, device_kind, num_devices (of all processes), process, num_processes, tokens_per_step;
-        mesh ({axis: devices}); peaks (fields of `Peaks`); planned ([{kind, axes, wire_bytes}], per device and
-        step); memory ([{name, bytes, source}], per device); step_flops (model FLOPs of a step on all devices,
-        or None); module (name of the step's HLO module); settings ({config field: value}, those that advice
-        refers to); goodput ({category: seconds of the run}); pipeline (`pipeline_trace.facts_of`, None
-        without stages).
+        mesh ({axis: devices}); partitions (position in the mesh of each device of this process); peaks (fields
+        of `Peaks`); planned ([{kind, axes, wire_bytes}], per device and step); memory ([{name, bytes,
+        source}], per device); step_flops (model FLOPs of a step on all devices, or None); module (name of the
+        step's HLO module); settings ({config field: value}, those that advice refers to); goodput
+        ({category: seconds of the run}); pipeline (`pipeline_trace.facts_of`, None without stages).
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:

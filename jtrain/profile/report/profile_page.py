@@ -12,11 +12,14 @@ from rich.text import Text
 from jtrain.pipeline.clocks import PipelineTimeline
 from jtrain.pipeline.picture import svg, text_rows
 from jtrain.profile.analysis import figures
-from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
+from jtrain.profile.analysis.figures import comm_name, mean_step
 from jtrain.profile.analysis.pipeline_trace import timeline_of
-from jtrain.profile.analysis.records import Breakdown, OpRow, PipelineTrack, StepBreakdown
+from jtrain.profile.analysis.records import Breakdown, PipelineTrack, StepBreakdown
 from jtrain.profile.report.clock_chart import clock_charts
+from jtrain.profile.report.lanes_section import lanes_section
 from jtrain.profile.report.memory_section import live_chart, memory_table
+from jtrain.profile.report.ops_section import layers_section, ops_blocks, roofline
+from jtrain.profile.report.path_section import path_section
 from jtrain.profile.trace_dir import part_of
 from jtrain.report import charts
 from jtrain.report.number_formats import number, rate, seconds, share, size
@@ -24,12 +27,6 @@ from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Paragraph,
 from jtrain.report.table import Bar, Bars, Cell, Facts, Table, bars, numbers, words
 from jtrain.report.terminal import print_page
 from jtrain.runtime.atomic_io import write_whole
-
-MAX_OPS = 400
-"""Maximum rows of the table of ops: those that lose most; breakdown.json has all."""
-
-FIRST_OPS, TERMINAL_OPS = 25, 15
-"""Rows of the table of ops that a page shows at first, and those that a terminal shows."""
 
 
 def write(breakdown: Breakdown, file: Path) -> None:
@@ -52,10 +49,15 @@ def page_of(breakdown: Breakdown) -> Page:
         Section(
             "advice", "What to try next", [Items(breakdown.advice, "No loss is large enough for advice.")]
         ),
+        *([] if breakdown.path is None else [path_section(breakdown.path, facts)]),
+        *([] if breakdown.lanes is None else [lanes_section(breakdown.lanes)]),
         *_pipeline(breakdown.pipeline, facts),
         Section("steps", "Step by step", _steps(breakdown, facts), "page"),
         Section("communication", "Communication, per step and device", _communication(breakdown, facts)),
-        Section("ops", "Ops by lost time, per step and device", _ops(breakdown)),
+        *layers_section(breakdown),
+        Section(
+            "ops", "Ops by lost time, per step and device", [*roofline(breakdown), *ops_blocks(breakdown)]
+        ),
         Section("clocks", "Clocks, power and temperature over the steps", clock_charts(breakdown), "page"),
         Section("goodput", "Wall time of the whole run until this window", [_goodput(breakdown, facts)]),
         Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
@@ -76,7 +78,7 @@ def page_of(breakdown: Breakdown) -> Page:
         tiles=_tiles(breakdown, facts),
         kind="breakdown",
         content=facts.content,
-        script=(Path(__file__).parent / "clock_chart.js").read_text(),
+        script="".join((Path(__file__).parent / name).read_text() for name in ("clock_chart.js", "lanes.js")),
     )
 
 
@@ -254,68 +256,6 @@ def _communication(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
         )
     legend = charts.legend({"exposed": "exposed_communication", "hidden behind compute": "hidden"})
     return [Picture(legend), table]
-
-
-def _ops(breakdown: Breakdown) -> list[PageBlock]:
-    """Table of ops, in seconds per step and device."""
-    if not breakdown.ops:
-        return ["No op was traced in this window."]
-    duration_s = mean_step(breakdown).duration_s
-    listed_ops = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MAX_OPS]
-    # A source that reads once in a while knows the clock of few ops: a column of "unknown" tells nothing.
-    has_clocks = 2 * sum(op.mean_mhz is not None for op in listed_ops) >= len(listed_ops)
-    columns = (
-        *words("op"),
-        *words("where", medium="terminal"),
-        *words("main cause"),
-        *numbers("lost", "of step"),
-        *words("layer", "phase", medium="page"),
-        *numbers("total"),
-        *numbers("at peak", medium="page"),
-        *numbers(*["clock"] * has_clocks),
-        *numbers("count", medium="page"),
-    )
-    table = Table("ops", columns, id="ops-table", css="ops", first_rows=FIRST_OPS, terminal_rows=TERMINAL_OPS)
-    for op in listed_ops:
-        table.add(*_op_cells(breakdown, op, duration_s, has_clocks=has_clocks))
-    lost = sum(op.lost_s for op in breakdown.ops)
-    summary = f"{len(breakdown.ops):,} ops lose {seconds(per_step(breakdown, lost))}."
-    # A table of thousands of rows makes the page slow; what is cut is said, with its share.
-    if len(listed_ops) < len(breakdown.ops):
-        listed_share = share(sum(op.lost_s for op in listed_ops), lost)
-        summary += (
-            f" The table has the {len(listed_ops)} that lose most, {listed_share} of the lost time; "
-            "breakdown.json has "
-            "all."
-        )
-    first = f"The first {min(TERMINAL_OPS, len(listed_ops))} of {len(breakdown.ops)}:"
-    return [Paragraph(summary, "soft"), Paragraph(first, medium="terminal"), table]
-
-
-def _op_cells(
-    breakdown: Breakdown, op: OpRow, duration_s: float, *, has_clocks: bool
-) -> Iterator[str | Cell]:
-    def took(value: float | None) -> Cell:
-        per_step_s = None if value is None else per_step(breakdown, value)
-        # Unknown times sort below all others.
-        return Cell(seconds(per_step_s), sort=-1.0 if per_step_s is None else per_step_s)
-
-    lost, cause = per_step(breakdown, op.lost_s), figures.main_cause(op)
-    count = op.count / (len(breakdown.steps) * breakdown.num_devices)
-    # In the order of the columns in `_ops`.
-    yield Cell(op.name, sort=op.name, title=op.opcode)
-    yield figures.op_location(op)
-    yield Cell(cause or "nothing", sort=cause)
-    yield took(op.lost_s)
-    yield Cell(share(lost, duration_s), sort=lost)
-    yield Cell(op.layer or "unknown", sort=op.layer)
-    yield Cell(op.phase, sort=op.phase)
-    yield took(op.total_s)
-    # A collective's wait has no peak of its own.
-    yield Cell("–", sort=-1.0) if op.kind == "communication" else took(op.theoretical_s)
-    if has_clocks:
-        yield Cell(number(op.mean_mhz, "MHz"), sort=op.mean_mhz or -1.0)
-    yield Cell(f"{count:,.3g}", sort=count)
 
 
 def _devices(breakdown: Breakdown) -> PageBlock:

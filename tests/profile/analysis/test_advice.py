@@ -87,7 +87,7 @@ def test_a_trace_s_own_advice_is_of_its_platform(machine: str) -> None:
     platform, kind = MACHINES[machine]
     trace = dataclasses.replace(TRACE, platform=platform, device_kind=kind)
     facts = FACTS | {"platform": platform, "device_kind": kind}
-    breakdown = break_down(trace, OPS, facts, clocks(*[1000.0] * 5, *[400.0] * 16))
+    breakdown = break_down(trace, OPS, facts, clocks(*[1000.0] * 5, *[400.0] * 16), {})
     lines = " ".join(advise(breakdown))
     assert "Clock loss" in lines
     assert ("nvidia-smi" in lines) == (machine == "nvidia")

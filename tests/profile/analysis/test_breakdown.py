@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from jtrain.layout.mesh import AXES
 from jtrain.profile.analysis import figures
-from jtrain.profile.analysis.breakdown import break_down, read_json, write_json
+from jtrain.profile.analysis.breakdown import break_down
+from jtrain.profile.analysis.breakdown_json import read_breakdown, write_breakdown
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.figures import PARTS
 from jtrain.profile.analysis.records import Breakdown, HloOp, HostSpan, OpEvent, OpTraffic, StepSpan, Trace
@@ -96,6 +97,7 @@ FACTS: dict[str, Any] = {
     "tokens_per_step": 1000,
     "mesh": dict.fromkeys(AXES, 1) | {"data": 2},
     "peaks": dict(flops=PEAK, hbm_bytes_per_s=4e12, ref_mhz=1000.0, max_mhz=1200.0),
+    "partitions": [0, 1],
     "planned": [
         dict(kind="all-gather", axes=["data"], wire_bytes=4 * 10**8),
         dict(kind="all-gather", axes=["data"], wire_bytes=10**8),
@@ -150,7 +152,7 @@ def clocks(*mhz: float) -> dict[int, samples.Samples]:
 
 
 def made(sampled: dict[int, samples.Samples] | None = None, **facts: Any) -> Breakdown:
-    return break_down(TRACE, OPS, FACTS | facts, sampled or {})
+    return break_down(TRACE, OPS, FACTS | facts, sampled or {}, {})
 
 
 @pytest.mark.smoke
@@ -181,7 +183,7 @@ def test_every_millisecond_of_a_step_is_in_one_part() -> None:
 def test_an_op_that_is_slower_beside_communication_loses_the_difference_to_it() -> None:
     """dot.1 took 3 ms twice alone, and 4 and 3 ms beside the all-gather: a sixth more, of 7 ms."""
     trace = dataclasses.replace(TRACE, events=(*TRACE.events, event(1, "dot.1", 4, 7)))
-    found = break_down(trace, OPS, FACTS, {})
+    found = break_down(trace, OPS, FACTS, {}, {})
     row = next(row for row in found.ops if row.name == "dot.1")
     assert row.lost["overlap"] == pytest.approx(0.007 * (1 - 1 / (3.5 / 3)))
     assert found.steps[0].parts["overlap"] == pytest.approx(row.lost["overlap"] / 2)
@@ -242,7 +244,7 @@ def test_what_is_unknown_is_null_and_said() -> None:
     """Without peak and clocks, with a kernel of no program and an untraced device, the parts still sum."""
     unknown = dataclasses.replace(TRACE, events=(*TRACE.events, event(1, "Memset", 5, 9)))
     facts = FACTS | {"peaks": dict.fromkeys(FACTS["peaks"]), "num_devices": 4}
-    found = break_down(unknown, OPS, facts, {})
+    found = break_down(unknown, OPS, facts, {}, {})
     step = found.steps[0]
     assert step.parts["theoretical"] is step.parts["instruction"] is None
     assert sum(part or 0.0 for part in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-9)
@@ -296,7 +298,7 @@ def test_a_step_that_is_faster_than_the_measured_peak_raises_it() -> None:
 def test_an_evaluation_in_the_window_is_said_to_be_one() -> None:
     """Its ops have no layer because they are of another program; the note names that program."""
     other = dataclasses.replace(TRACE, events=(*TRACE.events, event(1, "jit_eval_step/fusion.1", 5, 9)))
-    notes = break_down(other, OPS, FACTS, {}).notes
+    notes = break_down(other, OPS, FACTS, {}, {}).notes
     assert (
         "15.4% of the ops' time has no layer or phase: other programs ran between the steps (jit_eval_step)."
         in notes
@@ -307,28 +309,28 @@ def test_an_evaluation_in_the_window_is_said_to_be_one() -> None:
 def test_a_gpu_s_kernel_without_an_op_is_found_by_the_name_of_its_fusion() -> None:
     """Kernels inside CUDA graphs may lack hlo_op; they are named after the fusion, with underscores."""
     trace = dataclasses.replace(TRACE, events=(event(0, "dot_1", 1, 4), event(1, "dot.1", 1, 4)))
-    found = break_down(trace, OPS, FACTS, {})
+    found = break_down(trace, OPS, FACTS, {}, {})
     assert [(row.name, row.count) for row in found.ops] == [("dot.1", 2)]
 
 
 def test_a_breakdown_is_the_same_after_json(tmp_path: Path) -> None:
     """The file holds no NaN, which JSON does not have."""
     found = made(clocks(*[900.0] * 21))
-    write_json(found, tmp_path / "breakdown.json")
-    assert read_json(tmp_path / "breakdown.json") == found
+    write_breakdown(found, tmp_path / "breakdown.json")
+    assert read_breakdown(tmp_path / "breakdown.json") == found
     text = (tmp_path / "breakdown.json").read_text()
     assert "NaN" not in text
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == 2
 
 
 def test_a_breakdown_that_is_cut_off_or_another_version_s_is_refused_in_one_line(tmp_path: Path) -> None:
     """Each message says how to write it again."""
     file = tmp_path / "breakdown.json"
-    write_json(made(), file)
+    write_breakdown(made(), file)
     whole = json.loads(file.read_text())
     for text, match in (
         (file.read_text()[:500], "is truncated or not JSON"),
-        (json.dumps(whole | {"version": 2}), "version=2"),
+        (json.dumps(whole | {"version": 3}), "version=3"),
         (
             json.dumps({name: value for name, value in whole.items() if name != "ops"}),
             "has a missing or an unknown field",
@@ -338,8 +340,8 @@ def test_a_breakdown_that_is_cut_off_or_another_version_s_is_refused_in_one_line
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=match) as refused:
-            read_json(file)
+            read_breakdown(file)
         assert "python -m jtrain.profile.postprocess" in str(refused.value)
         assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="cannot be read"):
-        read_json(tmp_path / "none.json")
+        read_breakdown(tmp_path / "none.json")

@@ -102,13 +102,19 @@ def test_flops_and_bytes_are_those_of_the_shapes() -> None:
     assert found["while.1"].flops == 0, "what it holds is counted by itself"
 
 
+ALONG_DATA = ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
 def test_a_collective_says_its_axes_and_what_a_device_sends() -> None:
     """On a ring it is (n - 1) / n of the whole array; the done instruction sends nothing more."""
     found = ops()
-    assert found["ag"].collective == OpTraffic("all-gather", ("data",), 64 * 32 * 2 * 3 // 4)
+    assert found["ag"].collective == OpTraffic("all-gather", ("data",), 64 * 32 * 2 * 3 // 4, ALONG_DATA)
     assert found["agd"].collective == OpTraffic("all-gather", ("data",), 0)
-    assert found["as"].collective == OpTraffic("reduce-scatter", ("data", "tensor"), 64 * 4 * 7 // 8)
+    assert found["as"].collective == OpTraffic(
+        "reduce-scatter", ("data", "tensor"), 64 * 4 * 7 // 8, (tuple(range(8)),)
+    )
     assert found["ad"].collective == OpTraffic("reduce-scatter", ("data", "tensor"), 0)
+    assert [name for name in ("ag", "agd", "as", "ad") if found[name].is_async] == ["ag", "as"]
     assert is_recomputed(found["ag"])
     assert not is_recomputed(found["conv"])
 
@@ -127,7 +133,7 @@ def test_a_ragged_exchange_sends_its_operand_not_the_room_for_it() -> None:
     """Experts' rows: the result has room for more rows than a device has."""
     found = read_ops(read(RAGGED), MESH)["sent"]
     assert found.kind == "communication"
-    assert found.collective == OpTraffic("ragged-all-to-all", ("data",), 8 * 4 * 2 * 3 // 4)
+    assert found.collective == OpTraffic("ragged-all-to-all", ("data",), 8 * 4 * 2 * 3 // 4, ALONG_DATA)
 
 
 def test_a_text_without_a_program_is_refused() -> None:

@@ -14,6 +14,7 @@ from jtrain.hlo.parser import read
 from jtrain.pipeline.schedule import parse_op
 from jtrain.pipeline.ticks import Ticks, make_ticks
 from jtrain.profile.analysis import breakdown, pipeline_trace
+from jtrain.profile.analysis.breakdown_json import read_breakdown, write_breakdown
 from jtrain.profile.analysis.pipeline_trace import facts_of, tick_loop, track
 from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineTrack, Trace
 from jtrain.profile.report.profile_page import page_of, print_breakdown
@@ -162,8 +163,8 @@ def test_instructions_outside_of_their_tick_are_refused(zb_h1: Window) -> None:
 
 def test_reports_show_both_pictures_and_the_bubble(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """breakdown.json, the page and the terminal have the same numbers."""
-    breakdown.write_json(breakdown.analyse(folder), folder / "breakdown.json")
-    found = breakdown.read_json(folder / "breakdown.json")
+    write_breakdown(breakdown.analyse(folder), folder / "breakdown.json")
+    found = read_breakdown(folder / "breakdown.json")
     assert found.pipeline is not None
     mean = sum(step.bubble for step in found.pipeline.steps) / len(STEPS)
     said = f"zb-h1 over 2 stages with 4 microbatches has {1 / 13:.1%} in lockstep"

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,33 @@ def test_a_traced_step_sums_to_its_duration_and_every_op_finds_its_layer_and_pha
     exposed_s = sum(row.exposed_s for row in found.communication)
     mean_s = sum(step.parts["exposed_communication"] or 0.0 for step in found.steps) / len(found.steps)
     assert exposed_s == pytest.approx(mean_s, rel=1e-6)
+
+
+def test_every_op_has_a_shape_its_work_and_a_line_of_ours() -> None:
+    """Of 99 % of the devices' time a report says the shape, the FLOPs or bytes, and the line of source code."""
+    found = analysed(data=8)
+    total_s = sum(op.total_s for op in found.ops)
+    for name, has in {
+        "shape": lambda op: bool(op.shape),
+        "work": lambda op: op.kind == "communication" or op.flops + op.bytes > 0,
+        "source": lambda op: re.match(r"(jtrain|jtrain_kernels|.*/tests)/.*\.py:\d+$", op.source) is not None,
+    }.items():
+        assert sum(op.total_s for op in found.ops if has(op)) >= 0.99 * total_s, name
+    layers = {op.source.partition(":")[0] for op in found.ops if op.layer == "layers/mlp" and op.flops}
+    assert any(file.startswith(("jtrain/model/", "jtrain_kernels/")) for file in layers)
+
+
+def test_a_real_step_replays_as_it_ran() -> None:
+    """The critical path of a traced step on eight devices is as long as the step, and no cause makes it longer."""
+    path = analysed(data=8).path
+    assert path is not None
+    assert sum(row.seconds for row in path.rows) == pytest.approx(path.duration_s, rel=1e-9)
+    assert {row.kind for row in path.rows} == {"computing", "communication", "wait"}
+    assert all(0 < cause.without_s < path.duration_s for cause in path.causes)
+    without = {cause.cause: cause.without_s for cause in path.causes}
+    single_s = [value for name, value in without.items() if name.startswith("transfers of ")]
+    assert single_s
+    assert without["all communication"] <= min(single_s)
 
 
 def test_hardly_any_op_s_layer_is_guessed() -> None:

@@ -14,9 +14,11 @@ import pytest
 
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.breakdown import analyse
+from jtrain.profile.analysis.lanes import MAX_EXECUTIONS
 from jtrain.profile.analysis.records import Breakdown
 from jtrain.profile.report import profile_page
 from jtrain.profile.report.clock_chart import thin
+from jtrain.profile.report.ops_section import MAX_OPS
 from tests.profile import example
 from tests.profile.report import browser
 from tests.profile.traced import traced
@@ -24,8 +26,11 @@ from tests.profile.traced import traced
 SECTIONS = [
     "waterfall",
     "advice",
+    "path",
+    "lanes",
     "steps",
     "communication",
+    "layers",
     "ops",
     "clocks",
     "goodput",
@@ -134,7 +139,7 @@ def test_a_click_on_a_heading_sorts_the_ops(page: browser.Page, tmp_path: Path) 
     show(page, breakdown, tmp_path)
     names = (
         "[...document.querySelectorAll('#ops-table tbody tr')].filter(r => !r.hidden).map(r => "
-        "r.cells[0].textContent)"
+        "r.cells[0].querySelector('span').textContent)"
     )
     click = (
         "[...document.querySelectorAll('#ops-table thead button')].find(b => b.textContent === '{}').click()"
@@ -181,8 +186,71 @@ def test_the_timeline_reads_out_the_samples_of_the_device_in_front(
     assert watts is not None
     assert float(watts[1]) == pytest.approx(track.power_w[index], abs=1e-3)
     assert "throttled by power_cap" in shown
-    front = page.value("[...document.querySelectorAll('path.front')].map(p => p.dataset.track)")
+    front = page.value("[...document.querySelectorAll('#timeline path.front')].map(p => p.dataset.track)")
     assert front == ["2"] * 4
+
+
+def test_the_lanes_are_zoomed_moved_and_read(page: browser.Page, tmp_path: Path) -> None:
+    """By buttons and keys; an op under the pointer says its name, its time, its layer, its shape and its line."""
+    breakdown = example.breakdown()
+    show(page, breakdown, tmp_path)
+    whole_us = breakdown.steps[2].duration_s * 1e6
+
+    def shown() -> list[float]:
+        return [
+            float(text)
+            for text in page.value("document.getElementById('lanes-canvas').dataset.shown").split()
+        ]
+
+    def press(key: str) -> None:
+        page.value(
+            f"document.getElementById('lanes-canvas').dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))"
+        )
+
+    assert shown() == [0, pytest.approx(whole_us, abs=0.1)]
+    page.value("document.querySelector('[data-lanes=\"+\"]').click()")
+    assert shown() == [pytest.approx(whole_us / 4, abs=0.1), pytest.approx(whole_us * 3 / 4, abs=0.1)]
+    press("ArrowRight")
+    assert shown() == [pytest.approx(whole_us * 0.35, abs=0.1), pytest.approx(whole_us * 0.85, abs=0.1)]
+    press("0")
+    # The third op of device 1's lane of computing, which is the third from above.
+    point = (
+        "(() => {const c = document.getElementById('lanes-canvas'); const b = c.getBoundingClientRect();"
+        "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.x + b.width * 2.5 / 60, clientY: b.y + 50}))})()"
+    )
+    page.value(point)
+    lane = breakdown.lanes and breakdown.lanes.lanes[2]
+    assert lane
+    words = page.value("document.getElementById('lanes-readout').textContent")
+    assert words == (
+        f"device 1, {example.OPS[2][0]}: {lane.duration_us[2] / 1e3:.3f} ms from {lane.start_us[2] / 1e3:.3f} ms, "
+        "layers/mlp, backward, bf16[8192,4096], jtrain/model/mlp.py:88"
+    )
+    # Something is drawn: the colours of computing and of collectives, beside the background.
+    colours = (
+        "(() => {const c = document.getElementById('lanes-canvas'); const d = c.getContext('2d').getImageData(0, 0, "
+        "c.width, c.height).data; const s = new Set(); for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) "
+        "s.add([d[i], d[i + 1], d[i + 2]].join()); return [...s]})()"
+    )
+    assert {"0,114,178", "230,159,0", "213,94,0"} <= set(page.value(colours))
+    assert page.problems == []
+
+
+def test_the_roofline_and_the_layers_have_the_numbers_of_the_ops(page: browser.Page, tmp_path: Path) -> None:
+    """Ops of 60 % of the peak's seconds are at 60 % of the roof; each layer's FLOP/s are its ops'."""
+    breakdown = example.breakdown()
+    show(page, breakdown, tmp_path)
+    titles = page.value("[...document.querySelectorAll('svg.roofline .dot title')].map(t => t.textContent)")
+    computing = [op for op in breakdown.ops if op.kind != "communication"]
+    assert len(titles) == len(computing)
+    assert all(": 60% of the roof, 593.6TFLOP/s" in title for title in titles)
+    rows = page.value(
+        "[...document.querySelectorAll('#layers tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    mlp = next(row for row in rows if row[:2] == ["layers/mlp", "backward"])
+    # 0.27 s of computing, 0.21 s of collectives, in a step of 1.22 s.
+    assert mlp[3:5] == ["480.0 ms", "39.3%"]
+    assert mlp[6] == "593.6T"
 
 
 def test_a_cpu_s_page_has_no_unknown_figure_and_no_backtick(page: browser.Page, tmp_path: Path) -> None:
@@ -204,7 +272,10 @@ def test_where_nothing_is_known_the_page_says_so(page: browser.Page, tmp_path: P
     show(page, example.unknown(), tmp_path, width=390)
 
     words = page.value("document.body.innerText")
-    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == SECTIONS
+    # Without a trace there is no path and there are no lanes.
+    sections = [name for name in SECTIONS if name not in ("path", "lanes")]
+    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == sections
+    assert page.value("document.querySelectorAll('svg.roofline').length") == 0
     for expected in (
         "No clock was sampled",
         "No collective ran",
@@ -241,20 +312,22 @@ def test_names_out_of_a_program_cannot_become_markup(page: browser.Page, tmp_pat
     show(page, dataclasses.replace(breakdown, ops=[op], device_kind=bad, notes=[bad]), tmp_path)
 
     assert page.value("document.getElementById('bad')") is None
-    assert page.value("document.querySelector('#ops-table tbody th').textContent") == bad
+    assert page.value("document.querySelector('#ops-table tbody th span').textContent") == bad
     assert page.value("document.querySelector('#notes li').textContent") == bad
 
 
 def test_a_large_window_stays_a_file_that_a_phone_opens(page: browser.Page, tmp_path: Path) -> None:
-    """Eight devices with 2,000 samples each, 3,000 ops and 20 steps make under 6 MB, and 400 rows of ops."""
+    """Eight devices with 2,000 samples each, 3,000 ops, 20,000 executions and 20 steps make under 3 MB."""
     small = example.breakdown()
     ops = [dataclasses.replace(small.ops[i % 24], name=f"op.{i}") for i in range(3000)]
     steps = [example.step(i) for i in range(20)]
     clocks = [example.track(device, points=2000) for device in range(8)]
-    file = show(page, dataclasses.replace(small, ops=ops, steps=steps, clocks=clocks), tmp_path, width=390)
+    lanes = example.lanes(executions=MAX_EXECUTIONS // 8)
+    breakdown = dataclasses.replace(small, ops=ops, steps=steps, clocks=clocks, lanes=lanes)
+    file = show(page, breakdown, tmp_path, width=390)
 
-    assert file.stat().st_size < 6e6
-    assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == profile_page.MAX_OPS
+    assert file.stat().st_size < 3e6
+    assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == MAX_OPS
     assert "3,000 ops" in page.value("document.getElementById('ops').innerText")
     assert page.value("document.documentElement.scrollWidth") <= 390
 
@@ -338,7 +411,7 @@ def test_hostile_names_are_shown_as_text(page: browser.Page, tmp_path: Path) -> 
     )
     assert page.value(f"{handlers}.length") == 0
     shown = page.value(
-        "[...document.querySelectorAll('#ops-table tbody tr')].map(r => r.cells[0].textContent)"
+        "[...document.querySelectorAll('#ops-table tbody tr')].map(r => r.cells[0].querySelector('span').textContent)"
     )
     assert sorted(shown) == sorted(op.name for op in breakdown.ops)
     assert page.value("[...document.querySelectorAll('#notes li')].map(l => l.textContent)") == list(HOSTILE)
