@@ -11,6 +11,7 @@ from jtrain.profile.analysis.records import (
     CriticalPath,
     Lane,
     LaneTrack,
+    LiveBuffer,
     LiveTrack,
     MemoryRow,
     OpRow,
@@ -54,8 +55,9 @@ def read_breakdown(file: Path) -> Breakdown:
             CommRow(**(fields | {"axes": tuple(fields["axes"])})) for fields in values["communication"]
         ]
         values["peaks"] = Peaks(**values["peaks"])
-        if values["live"] is not None:
-            values["live"] = LiveTrack(**values["live"])
+        if (fields := values["live"]) is not None:
+            buffers = [LiveBuffer(**buffer) for buffer in fields["largest"]]
+            values["live"] = LiveTrack(**{**fields, "largest": buffers})
         if (fields := values["lanes"]) is not None:
             lanes = [Lane(**lane) for lane in fields["lanes"]]
             values["lanes"] = LaneTrack(**{**fields, "lanes": lanes})

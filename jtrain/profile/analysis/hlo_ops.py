@@ -22,7 +22,8 @@ _CONTROL += ("after-all", "opt-barrier", "partition-id", "replica-id")
 _NETWORK = (*KINDS, "send", "recv")
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
-_ARRAYS_OF_SHAPE = 3
+ARRAYS_OF_SHAPE = 3
+"""Arrays of a tuple that an op's shape names."""
 
 type _Mark = tuple[Phase, str]
 
@@ -143,7 +144,7 @@ def _with_neighbours[Value](
 def _shape(type_: str) -> str:
     """`bf16[8,4096]`: a type without layouts; of a tuple the first arrays."""
     names = re.findall(r"[a-z]\w*\[[\d,]*\]", type_)
-    return ", ".join(names[:_ARRAYS_OF_SHAPE]) + (", ..." if len(names) > _ARRAYS_OF_SHAPE else "")
+    return ", ".join(names[:ARRAYS_OF_SHAPE]) + (", ..." if len(names) > ARRAYS_OF_SHAPE else "")
 
 
 def _sources(computation: str, program: HloProgram, sources: Mapping[int, str]) -> dict[str, str]:

@@ -15,7 +15,8 @@ from jaxtyping import Int64
 
 from jtrain.hlo.parser import HloProgram, Instruction, array_bytes, elements
 from jtrain.hlo.scopes import Phase
-from jtrain.profile.analysis.records import HloOp, LiveTrack, OpEvent, StepSpan, Trace
+from jtrain.profile.analysis.hlo_ops import ARRAYS_OF_SHAPE, unknown_op
+from jtrain.profile.analysis.records import HloOp, LiveBuffer, LiveTrack, OpEvent, StepSpan, Trace
 from jtrain.profile.analysis.timeline import median_step
 
 CLASSES: dict[Phase, str] = {
@@ -28,6 +29,9 @@ CLASSES: dict[Phase, str] = {
 
 MAX_POINTS = 500
 """Maximum number of points of a curve; each point is the maximum over the ops that it stands for."""
+
+MAX_BUFFERS = 12
+"""Maximum number of buffers at the peak that a report names."""
 
 _NAMES = tuple(CLASSES.values())
 _NO_BUFFERS = frozenset[str]()
@@ -75,6 +79,35 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
     return alive
 
 
+def buffers_alive(program: HloProgram, ops: Mapping[str, HloOp], name: str) -> list[LiveBuffer]:
+    """Buffers that are alive while an instruction runs, largest first; arguments as for `live_bytes`."""
+    callers = {
+        called: (computation, instruction.name)
+        for computation, body in program.computations.items()
+        for instruction in body
+        if instruction.is_control_flow
+        for called in instruction.called
+    }
+    place = next(
+        (computation, name)
+        for computation, body in program.computations.items()
+        if any(instruction.name == name for instruction in body)
+    )
+    alive: list[LiveBuffer] = []
+    # From the innermost loop out: what is alive around a loop is alive while it runs.
+    while place is not None:
+        computation, inner_name = place
+        index = [instruction.name for instruction in program.computations[computation]].index(inner_name)
+        for buffer, size, first, last in _lifetimes(computation, program):
+            if first <= index <= last and size:
+                maker, _, element = buffer.partition(_ELEMENT)
+                op = ops.get(maker) or unknown_op(maker)
+                shape = op.shape.split(", ")[int(element or 0)] if int(element or 0) < ARRAYS_OF_SHAPE else ""
+                alive.append(LiveBuffer(maker, op.layer, op.phase, shape, op.source, size))
+        place = callers.get(computation)
+    return sorted(alive, key=lambda buffer: -buffer.bytes)
+
+
 def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
     """Curve over the window's median step on its first device; None if no op of the program ran in it."""
     step = median_step(trace)
@@ -83,10 +116,21 @@ def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTr
     events = [e for e in trace.events if e.step == step.step and e.device == device and e.name in alive]
     if not events:
         return None
-    return _curve(sorted(events, key=lambda event: event.start_ns), alive, step)
+    peak = max(events, key=lambda event: alive[event.name].sum())
+    return _curve(
+        sorted(events, key=lambda event: event.start_ns),
+        alive,
+        step,
+        buffers_alive(program, ops, peak.name)[:MAX_BUFFERS],
+    )
 
 
-def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: StepSpan) -> LiveTrack:
+def _curve(
+    events: Sequence[OpEvent],
+    alive: Mapping[str, np.ndarray],
+    step: StepSpan,
+    largest: list[LiveBuffer],
+) -> LiveTrack:
     values = np.stack([alive[event.name] for event in events])
     starts = np.array([event.start_ns - step.start_ns for event in events], np.int64)
     # Rounded up, so that there are at most MAX_POINTS points.
@@ -100,6 +144,7 @@ def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: Ste
         step=step.step,
         time_s=[float(offset_ns) * 1e-9 for offset_ns in starts[peak_indices]],
         bytes={name: values[peak_indices, index].tolist() for index, name in enumerate(_NAMES)},
+        largest=largest,
     )
 
 
@@ -107,6 +152,21 @@ def _computation_bytes(
     computation: str, ops: Mapping[str, HloOp], program: HloProgram
 ) -> Int64[np.ndarray, "instructions classes"]:
     """Bytes of a computation's own buffers while each of its instructions runs."""
+    num_instructions = len(program.computations[computation])
+    # Differences at begin and end, summed up below: one pass over buffers, however long they live.
+    changes = np.zeros((num_instructions + 2, len(_NAMES)), np.int64)
+    for buffer, size, first, last in _lifetimes(computation, program):
+        # A tuple's elements are buffers of their own, named fusion.7#1; the op is fusion.7.
+        maker = ops.get(buffer.partition(_ELEMENT)[0])
+        phase = "other" if maker is None else maker.phase
+        column = _NAMES.index(CLASSES.get(phase, CLASSES["other"]))
+        changes[first, column] += size
+        changes[last + 1, column] -= size
+    return np.cumsum(changes, axis=0)[:num_instructions]
+
+
+def _lifetimes(computation: str, program: HloProgram) -> list[tuple[str, int, int, int]]:
+    """(buffer, bytes, first, last) of a computation's own buffers: alive from index first to index last."""
     body, is_entry = program.computations[computation], computation == program.entry
     # Indices of the entry's results that reuse the buffer of an argument (donation).
     aliased = {int(index) for index in re.findall(r"\{(\d+)\}: \(\d+, \{\}", program.header)}
@@ -133,16 +193,7 @@ def _computation_bytes(
                 last_use[buffer] = len(body)
     for index, instruction in enumerate(body):
         _reuse_operands(index, instruction, sizes, last_use, values)
-    # Differences at begin and end, summed up below: one pass over buffers, however long they live.
-    changes = np.zeros((len(body) + 2, len(_NAMES)), np.int64)
-    for buffer, size in sizes.items():
-        # A tuple's elements are buffers of their own, named fusion.7#1; the op is fusion.7.
-        maker = ops.get(buffer.partition(_ELEMENT)[0])
-        phase = "other" if maker is None else maker.phase
-        column = _NAMES.index(CLASSES.get(phase, CLASSES["other"]))
-        changes[first_use[buffer], column] += size
-        changes[last_use[buffer] + 1, column] -= size
-    return np.cumsum(changes, axis=0)[: len(body)]
+    return [(buffer, size, first_use[buffer], last_use[buffer]) for buffer, size in sizes.items()]
 
 
 def _reuse_operands(

@@ -215,16 +215,30 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class LiveBuffer:
+    """A temporary array: the op that made it, and where that is in the model and in the source code."""
+
+    op: str
+    layer: str
+    phase: Phase
+    shape: str
+    source: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LiveTrack:
     """Bytes of temporaries alive on one device while each op of a step runs (`memory_timeline.py`).
 
     time_s: seconds of each point from the step's start.
     bytes: one value per point for each class of maker (forward pass, backward pass ...).
+    largest: the largest temporaries that are alive at the peak.
     """
 
     step: int
     time_s: list[float]
     bytes: dict[str, list[int]]
+    largest: list[LiveBuffer]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from jtrain.profile.analysis.records import Breakdown, LiveTrack
 from jtrain.report import charts
 from jtrain.report.number_formats import seconds, size
 from jtrain.report.page import PageBlock, Paragraph, Picture
-from jtrain.report.table import Bars, Facts, Table, bars, numbers, words
+from jtrain.report.table import Bars, Cell, Facts, Table, bars, numbers, words
 
 
 def memory_table(breakdown: Breakdown, facts: Facts) -> PageBlock:
@@ -32,7 +32,18 @@ def memory_table(breakdown: Breakdown, facts: Facts) -> PageBlock:
     return table
 
 
-def live_chart(live: LiveTrack | None) -> list[PageBlock]:
+def _largest_table(live: LiveTrack, facts: Facts) -> Table:
+    """The largest temporaries at the peak: what to recompute, shard or move to the host."""
+    columns = words("at the peak", "made in") + numbers("bytes")
+    table = Table("largest temporaries at the peak", columns, css="few")
+    for index, buffer in enumerate(live.largest):
+        location = ", ".join(dict.fromkeys(word for word in (buffer.layer, buffer.phase) if word))
+        where = Cell(location, note=buffer.source)
+        table.add(Cell(buffer.op, note=buffer.shape), where, facts.cell(f"live.largest.{index}.bytes", size))
+    return table
+
+
+def live_chart(live: LiveTrack | None, facts: Facts) -> list[PageBlock]:
     """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
     if live is None:
         return [
@@ -71,4 +82,5 @@ def live_chart(live: LiveTrack | None) -> list[PageBlock]:
             + charts.plot("".join(areas), "temporaries", "0", size(peak_bytes), chart)
             + charts.ends("seconds", "0 s", seconds(end_s))
         ),
+        _largest_table(live, facts),
     ]

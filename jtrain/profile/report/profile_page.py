@@ -63,7 +63,9 @@ def page_of(breakdown: Breakdown) -> Page:
         Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
         *_processes(breakdown),
         Section(
-            "memory", "Memory of one device", [memory_table(breakdown, facts), *live_chart(breakdown.live)]
+            "memory",
+            "Memory of one device",
+            [memory_table(breakdown, facts), *live_chart(breakdown.live, facts)],
         ),
         Section(
             "notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]

@@ -15,7 +15,7 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.profile.analysis.hlo_ops import read_ops
-from jtrain.profile.analysis.memory_timeline import CLASSES, MAX_POINTS, live_bytes, track
+from jtrain.profile.analysis.memory_timeline import CLASSES, MAX_POINTS, buffers_alive, live_bytes, track
 from jtrain.profile.analysis.records import OpEvent, StepSpan, Trace
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -94,6 +94,21 @@ def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
         "the pair's second array has no reader, and its first gives its place up"
     )
     assert kib["step"] == [4, 1, 0, 0], "the new w takes the old one's place"
+
+
+def test_the_buffers_at_a_moment_are_those_that_its_bytes_count() -> None:
+    """By name and shape, largest first, with those around the loop; together the bytes of the curve."""
+    program = read(PROGRAM)
+    ops = read_ops(program, MESH)
+    alive = live_bytes(program, ops)
+    for name in ("space", "made", "in_place", "pair", "grad", "step"):
+        assert sum(buffer.bytes for buffer in buffers_alive(program, ops, name)) == alive[name].sum(), name
+    named = [(b.op, b.layer, b.phase, b.shape, b.bytes) for b in buffers_alive(program, ops, "pair")]
+    assert named == [
+        ("space", "layers", "forward", "f32[4,256]", 4096),
+        ("pair", "loss", "backward", "f32[512]", 2048),
+        ("pair", "loss", "backward", "f32[256]", 1024),
+    ]
 
 
 def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
