@@ -16,7 +16,7 @@ def count_programs(jitted: Any) -> int:
 @contextlib.contextmanager
 def with_source_lines() -> Iterator[None]:
     """Programs traced in this block name their lines of source code, which conftest.py leaves out of all others."""
-    limit = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
+    limit = jax.config.jax_traceback_in_locations_limit
     jax.config.update("jax_traceback_in_locations_limit", 10)
     try:
         yield

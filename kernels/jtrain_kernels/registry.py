@@ -310,8 +310,10 @@ def call(op: Op, /, **arguments: Any) -> Any:
     None).
     """
     choice = select(op, avals_of(arguments))
-    # A configuration's entries are keywords of the implementation, which no caller of the op knows.
-    return choice.implementation.call(**arguments, **choice.config)
+    # The scope's name stays in the compiled program, where a profile reads which kernel an op is of.
+    with jax.named_scope(f"kernel.{op.name}.{choice.implementation.name}"):
+        # A configuration's entries are keywords of the implementation, which no caller of the op knows.
+        return choice.implementation.call(**arguments, **choice.config)
 
 
 def avals_of(arguments: Mapping[str, Any]) -> Avals:

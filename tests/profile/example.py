@@ -101,6 +101,7 @@ def op(name: str, opcode: str, kind: OpKind, phase: Phase, layer: str, seconds: 
         bytes=round((theoretical or 0.0) / COUNT * PEAK_FLOPS / 250),
         shape="bf16[8192,4096]",
         source="" if kind == "communication" else f"jtrain/model/{layer.rpartition('/')[2]}.py:88",
+        kernel="attention, cudnn" if layer == "layers/attention" else "",
         count=COUNT,
         total_s=total,
         theoretical_s=theoretical,

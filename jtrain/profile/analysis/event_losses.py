@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.profile.analysis import clock_loss
-from jtrain.profile.analysis.hlo_ops import is_recomputed
+from jtrain.profile.analysis.hlo_ops import is_recomputed, kernel_of
 from jtrain.profile.analysis.records import CommRow, OpRow, Peaks
 from jtrain.profile.analysis.timeline import Events, overlap_factors
 from jtrain.profile.clocks.samples import Samples
@@ -108,6 +108,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
                 bytes=op.bytes,
                 shape=op.shape,
                 source=op.source,
+                kernel=kernel_of(op.scope),
                 count=int(count[index]),
                 total_s=float(total_s[index]),
                 theoretical_s=theoretical_s,

@@ -76,6 +76,13 @@ def unknown_op(name: str) -> HloOp:
     return HloOp(name, "", kind, "other", "", "", 0, 0, None)
 
 
+def kernel_of(scope: str) -> str:
+    """`attention, cudnn`: the op of the kernels' registry that a path of scopes is of, and what computes it."""
+    # The innermost one: a fused loss calls products.
+    kernels = re.findall(r"\bkernel\.(\w+)\.(\w+)", scope)
+    return ", ".join(kernels[-1]) if kernels else ""
+
+
 def is_recomputed(op: HloOp) -> bool:
     """True if the op recomputes, in the backward pass, what the forward pass did not save."""
     return "rematted_computation" in op.scope

@@ -150,6 +150,7 @@ class OpRow:
     mean_mhz: mean clock while the op ran.
     multiplier: time that the op would have taken at the reference clock, as a share of its measured time.
     flops, bytes, shape, source: as of `HloOp`.
+    kernel: op of the kernels' registry that it is of, and the implementation; "" if of none.
     """
 
     name: str
@@ -161,6 +162,7 @@ class OpRow:
     bytes: int
     shape: str
     source: str
+    kernel: str
     count: int
     total_s: float
     theoretical_s: float | None

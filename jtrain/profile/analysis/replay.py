@@ -278,7 +278,7 @@ def transfer_name(op: HloOp) -> str:
 def _path_rows(graph: StepGraph, events: Events) -> list[PathRow]:
     """Walks from the step's end back to its begin, each time to what was waited for longest."""
     length_ns, begins, ends = replay(graph, graph.busy_ns.astype(float), graph.wait_ns)
-    seconds: collections.Counter[tuple[str, str]] = collections.Counter()
+    seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
 
     def add_waits(row: int) -> None:
         for cause, wait_ns in zip(WAITS, graph.wait_ns[row].tolist(), strict=True):
@@ -303,7 +303,7 @@ def _path_rows(graph: StepGraph, events: Events) -> list[PathRow]:
         index = max(graph.predecessors[index], key=lambda i: ends[i], default=None)
     return [
         PathRow(name, kind, value)  # pyright: ignore[reportArgumentType] -- the three kinds above
-        for (name, kind), value in seconds.most_common()
+        for (name, kind), value in sorted(seconds.items(), key=lambda item: -item[1])
         if value > 0
     ]
 

@@ -3,6 +3,7 @@
 import collections
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.records import Breakdown, OpRow
@@ -63,26 +64,30 @@ def layers_section(breakdown: Breakdown) -> Iterator[Section]:
     yield Section("layers", "Layers and phases", [Paragraph(summary, "soft"), table])
 
 
+class _PlacedOp(NamedTuple):
+    """An op's FLOPs per byte, and its FLOP/s while it ran."""
+
+    op: OpRow
+    intensity: float
+    speed: float
+
+
 def roofline(breakdown: Breakdown) -> list[PageBlock]:
     """Chart of the ops that compute longest: FLOP/s over FLOPs per byte, below the peaks of the device."""
     peaks = breakdown.peaks
     placed_ops = [
-        (op, op.flops / op.bytes, op.count * op.flops / op.total_s)
+        _PlacedOp(op, op.flops / op.bytes, op.count * op.flops / op.total_s)
         for op in sorted(breakdown.ops, key=lambda op: -op.total_s)
         if op.flops and op.bytes and op.total_s and op.kind != "communication"
     ][:_ROOFLINE_OPS]
     if peaks.flops is None or peaks.hbm_bytes_per_s is None or not placed_ops:
         return []
     ridge = peaks.flops / peaks.hbm_bytes_per_s
-    intensities, speeds = ([values[index] for values in placed_ops] for index in (1, 2))
     # Powers of ten around all that is drawn: the ops, and the corner of the roof.
-    left, right = (
-        10.0 ** round_(math.log10(bound))
-        for round_, bound in (
-            (math.floor, min(*intensities, ridge)),
-            (math.ceil, max(*intensities, ridge * 1.01)),
-        )
-    )
+    intensities = [ridge, *(placed.intensity for placed in placed_ops)]
+    left = 10.0 ** math.floor(math.log10(min(intensities)))
+    right = 10.0 ** math.ceil(math.log10(max(intensities) * 1.01))
+    speeds = [placed.speed for placed in placed_ops]
     low, high = 10.0 ** math.floor(math.log10(min(speeds))), 2.0 * max(*speeds, peaks.flops)
 
     def place(intensity: float, speed: float) -> tuple[float, float]:
@@ -90,10 +95,14 @@ def roofline(breakdown: Breakdown) -> list[PageBlock]:
         # Downwards in SVG.
         return x * charts.WIDTH, (1 - math.log(speed / low) / math.log(high / low)) * _ROOFLINE_HEIGHT
 
-    corners = ((low / peaks.hbm_bytes_per_s, low), (ridge, peaks.flops), (right, peaks.flops))
-    if corners[0][0] < left:
-        corners = ((left, left * peaks.hbm_bytes_per_s), *corners[1:])
-    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*corner) for corner in corners))
+    # The roof begins where it leaves the chart, at its lower or its left edge.
+    first_intensity = max(left, low / peaks.hbm_bytes_per_s)
+    corners = (
+        place(first_intensity, first_intensity * peaks.hbm_bytes_per_s),
+        place(ridge, peaks.flops),
+        place(right, peaks.flops),
+    )
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
     dots: list[str] = []
     for op, intensity, speed in placed_ops:
         x, y = place(intensity, speed)
@@ -110,7 +119,7 @@ def roofline(breakdown: Breakdown) -> list[PageBlock]:
         css="roofline",
         height=_ROOFLINE_HEIGHT,
     )
-    bound_ops = sum(intensity < ridge for intensity in intensities)
+    bound_ops = sum(placed.intensity < ridge for placed in placed_ops)
     summary = (
         f"The {len(placed_ops)} ops that compute longest, {bound_ops} of them left of the corner, where memory bounds "
         f"them: it is at {short(ridge)} FLOPs per byte."
@@ -170,7 +179,10 @@ def _op_cells(
     location = figures.op_location(op)
     # In the order of the columns in `ops_blocks`.
     yield Cell(
-        op.name, sort=op.name, title=op.opcode, note=" · ".join(filter(None, (location, op.shape, op.source)))
+        op.name,
+        sort=op.name,
+        title=op.opcode,
+        note=" · ".join(filter(None, (location, op.kernel, op.shape, op.source))),
     )
     yield location
     yield Cell(cause or "nothing", sort=cause)

@@ -67,12 +67,12 @@ def path_of(trace: Trace, producers: dict[str, frozenset[str]] | None = None, **
     return path
 
 
-def without(path: CriticalPath) -> dict[str, float]:
+def without(path: CriticalPath) -> dict[str, Any]:
     """Milliseconds of the step without each cause that has a gain."""
     return {cause.cause: pytest.approx(cause.without_s * 1e3, abs=1e-6) for cause in path.causes}
 
 
-def spent(path: CriticalPath) -> dict[str, float]:
+def spent(path: CriticalPath) -> dict[str, Any]:
     return {row.name: pytest.approx(row.seconds * 1e3, abs=1e-6) for row in path.rows}
 
 

@@ -74,6 +74,7 @@ def test_every_op_has_a_shape_its_work_and_a_line_of_ours() -> None:
         "source": lambda op: re.match(r"(jtrain|jtrain_kernels|.*/tests)/.*\.py:\d+$", op.source) is not None,
     }.items():
         assert sum(op.total_s for op in found.ops if has(op)) >= 0.99 * total_s, name
+    assert {op.kernel for op in found.ops} >= {"attention, xla", "linear_cross_entropy, xla", "rms_norm, xla"}
     layers = {op.source.partition(":")[0] for op in found.ops if op.layer == "layers/mlp" and op.flops}
     assert any(file.startswith(("jtrain/model/", "jtrain_kernels/")) for file in layers)
 
