@@ -19,7 +19,7 @@ from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain.errors import UserError
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
-from jtrain_kernels.fp8.formats import FORWARD, quantised
+from jtrain_kernels.fp8.formats import FORWARD, quantise
 from jtrain_kernels.registry import Op
 from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import ROPE, rope
@@ -126,7 +126,7 @@ def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[TimedCall]:
     ) -> tuple[jax.Array, ...]:
         y = norm(x + branch, scale)
         # The quantised array is one more result, as a matmul in FP8 would read it.
-        return x + branch, y, quantised(y, factor, FORWARD)
+        return x + branch, y, quantise(y, factor, FORWARD)
 
     yield TimedCall("x + branch, rms_norm and its e4m3 cast", to_8bit, (x, x, scale, scalar), RMS_NORM)
     yield TimedCall("swiglu forward", swiglu, (hidden, hidden), SWIGLU)

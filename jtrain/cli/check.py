@@ -82,8 +82,8 @@ def _next_after(args: Args, name: str) -> str:
     return shlex.join(["jtrain", "check", *words, "--only", name])
 
 
-def then(args: Args) -> str:
-    """The command that trains."""
+def next_command(args: Args) -> str:
+    """Command to suggest after this one: the training."""
     return shlex.join(["jtrain", "launch", *config_words(args)])
 
 
@@ -99,7 +99,7 @@ VERB = Verb(
         ),
         exits="Exit codes: 0 all that applies holds; 1 a line fails and names what differs; 2 a mistake.",
         subject="config",
-        then=then,
+        next_command=next_command,
     ),
 )
 main = VERB.main

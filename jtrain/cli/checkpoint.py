@@ -159,14 +159,14 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]], then: str) -> Command:
-    """Makes a command about the checkpoints of a run; `then` begins the command after it."""
+def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]], following: str) -> Command:
+    """Makes a command about the checkpoints of a run; `following` begins the command to suggest after it."""
     return Command(
         summary,
         functools.partial(execute, show),
         add_options,
         subject="workdir",
-        then=lambda args: f"jtrain {then} --workdir {shlex.quote(args.workdir)}",
+        next_command=lambda args: f"jtrain {following} --workdir {shlex.quote(args.workdir)}",
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jtrain.cli.data_inspect import add_inspect_options, inspect
 from jtrain.cli.data_reference import add_reference_options, reference
-from jtrain.cli.data_reference import then as train_with_reference
+from jtrain.cli.data_reference import next_command as train_with_reference
 from jtrain.cli.options import add_config, add_json, config_words
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import FileError, UserError
@@ -255,12 +255,12 @@ def _with_dataset(show: Callable[[Args, "Run", "TextDataset"], int], args: Args)
     return show(args, run, dataset)
 
 
-def _of_run(command: str, args: Args) -> str:
+def _command_of_run(command: str, args: Args) -> str:
     """A command about the run that the options name."""
     return shlex.join(["jtrain", *command.split(), *config_words(args)])
 
 
-def _verified(args: Args) -> str:
+def _verify_command(args: Args) -> str:
     return shlex.join(["jtrain", "data", "verify", "--from", str(args.out)])
 
 
@@ -286,7 +286,7 @@ def _training(prepared: str, *commands: str) -> str:
     return shlex.join(["jtrain", "launch", *config_words(args), "--set", f"data.prepared={prepared}"])
 
 
-def _sampled(args: Args) -> str:
+def _inspect_command(args: Args) -> str:
     """`--config=mixture` reads the samples where the docs put them; another folder is a source by itself."""
     from jtrain.data.sources.sample import FILES
 
@@ -306,7 +306,7 @@ VERB = Verb(
             "disk that they share. If one is killed, the others or the same command continue; the final "
             "bytes are the same.",
             subject="config",
-            then=_verified,
+            next_command=_verify_command,
         ),
         "adopt": Command(
             "make an index of token files that another project prepared, which stay where they are",
@@ -317,7 +317,7 @@ VERB = Verb(
             "its ids are copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML "
             "MDS, Parquet with input_ids.",
             subject="from",
-            then=_verified,
+            next_command=_verify_command,
         ),
         "verify": Command(
             "check the indexes that `prepare` and `adopt` wrote against their hashes",
@@ -326,7 +326,7 @@ VERB = Verb(
             "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
             "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
             subject="from",
-            then=lambda args: args.training,
+            next_command=lambda args: args.training,
         ),
         "inspect": Command(
             "print the documents of one step: their sources, places in the batch and text; or the order of "
@@ -336,7 +336,7 @@ VERB = Verb(
             "Prints the documents of one step. Plans and reads every step before it too: about a second per "
             "50 million bytes, longer with a tokenizer other than bytes.",
             subject="config",
-            then=functools.partial(_of_run, "data plan"),
+            next_command=functools.partial(_command_of_run, "data plan"),
         ),
         "plan": Command(
             "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
@@ -344,7 +344,7 @@ VERB = Verb(
             add_run,
             "Opens the sources, but starts no process.",
             subject="config",
-            then=functools.partial(_of_run, "data bench"),
+            next_command=functools.partial(_command_of_run, "data bench"),
         ),
         "bench": Command(
             "read batches as fast as possible, and print throughput, memory and balance",
@@ -352,7 +352,7 @@ VERB = Verb(
             add_bench_options,
             "Runs the data plane of a config without a trainer.",
             subject="config",
-            then=functools.partial(_of_run, "launch"),
+            next_command=functools.partial(_command_of_run, "launch"),
         ),
         "reference": Command(
             "write what another model says of a run's samples, for objective.stored",
@@ -364,13 +364,13 @@ VERB = Verb(
             "writes the most probable tokens after each one that is learned, by the newest weights of the "
             "teacher's workdir, in its layout; killed, it goes on where it ended.",
             subject="config",
-            then=train_with_reference,
+            next_command=train_with_reference,
         ),
         "sample": Command(
             "write six small sources in six formats, from text on this machine, for --config=mixture",
             sample,
             add_sample_options,
-            then=_sampled,
+            next_command=_inspect_command,
         ),
     },
 )

@@ -41,9 +41,10 @@ def reference(args: Args) -> int:
     return 0
 
 
-def then(args: Args) -> str:
-    """The command that trains with what was written."""
+def next_command(args: Args) -> str:
+    """Command to suggest after this one: the training with what was written."""
     sets = ["--set", f"objective.stored={args.out}"]
+    # A folder holds what a teacher said of each token (Distillation), a file the sums of preference pairs (DPO).
     if args.out.is_dir():
         # In a workdir of its own: that of the command is the teacher's.
         return shlex.join(["jtrain", "launch", *config_words(args), *sets])

@@ -111,8 +111,10 @@ def _first_sentence(field: "Field") -> str:
     return field.meaning.partition(". ")[0].rstrip(".")
 
 
-def _then(args: Args) -> str:
-    """The example, whose config is printed without training; the fields that a component has, one by one."""
+def _next_command(args: Args) -> str:
+    """Command to suggest after this one: the example, whose config is printed without training; the fields that a
+    component has, one by one.
+    """
     if args.example.startswith("jtrain"):
         return f"{args.example} --print-config"
     return shlex.join(["jtrain", "explain", args.title.partition("=")[0].partition(".")[0]])
@@ -126,7 +128,7 @@ VERB = Verb(
         add_options,
         description="Tells the meaning, unit, default, place and example of a field, from the code's own docstrings.",
         subject="field",
-        then=_then,
+        next_command=_next_command,
     ),
 )
 main = VERB.main

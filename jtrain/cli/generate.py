@@ -68,7 +68,7 @@ VERB = Verb(
         generate,
         add_options,
         subject="workdir",
-        then=lambda args: f"jtrain checkpoint list --workdir {shlex.quote(args.workdir)}",
+        next_command=lambda args: f"jtrain checkpoint list --workdir {shlex.quote(args.workdir)}",
     ),
 )
 main = VERB.main

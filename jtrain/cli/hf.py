@@ -236,7 +236,7 @@ VERB = Verb(
             add_export_options,
             "Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
             subject="workdir",
-            then=lambda args: shlex.join(["jtrain", "hf", "inspect", str(args.out)]),
+            next_command=lambda args: shlex.join(["jtrain", "hf", "inspect", str(args.out)]),
         ),
         "import": Command(
             "write a workdir whose step 0 has the weights of such a directory",
@@ -247,7 +247,7 @@ VERB = Verb(
             "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
             "tokenizer.",
             subject="from",
-            then=lambda args: shlex.join(
+            next_command=lambda args: shlex.join(
                 ["jtrain", "launch", *config_words(args), "--workdir", args.workdir]
             ),
         ),
@@ -258,7 +258,7 @@ VERB = Verb(
             "Writes Python: the config of --base with the model that config.json describes, to be read, "
             "changed, and given to every verb as --config=FILE:run.",
             subject="from",
-            then=lambda args: shlex.join(
+            next_command=lambda args: shlex.join(
                 [
                     "jtrain",
                     "hf",
@@ -282,7 +282,7 @@ VERB = Verb(
             "of a folder are not read.",
             exits="Exit codes: 0 all is equal; 1 something differs; 2 an error that you can fix, as printed.",
             subject="source",
-            then=lambda args: shlex.join(
+            next_command=lambda args: shlex.join(
                 ["jtrain", "hf", "config", args.source, "--base", "sft_llama1b", "--out", "model.py"]
             ),
         ),

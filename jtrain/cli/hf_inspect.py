@@ -107,5 +107,5 @@ COMMAND = Command(
     "model_type without a family is offered as the nearest one.",
     exits="Exit codes: 0 the model can be imported; 2 it cannot, or an option is wrong: the message says why.",
     subject="source",
-    then=lambda args: shlex.join(["jtrain", "hf", "prove", args.source]),
+    next_command=lambda args: shlex.join(["jtrain", "hf", "prove", args.source]),
 )

@@ -189,8 +189,8 @@ def compile_for(topology: str, run_config: Any) -> int:
     return 0
 
 
-def then(args: Args) -> str:
-    """The command that trains, after one that only printed; a run that trained names its own."""
+def next_command(args: Args) -> str:
+    """Command to suggest after one that only printed: the training; a run that trained names its own."""
     if not (args.print_config or args.dry_run) or os.environ.get("JTRAIN_PROCESS_ID", "0") != "0":
         return ""
     return shlex.join(["jtrain", "launch", *without(args.words, "--topology")])
@@ -205,7 +205,7 @@ VERB = Verb(
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
         exits=exit_codes.line(*exit_codes.MEANINGS) + " With --supervise also 128 + a signal.",
         subject="config",
-        then=then,
+        next_command=next_command,
     ),
 )
 main = VERB.main

@@ -350,8 +350,8 @@ def execute(args: Args) -> int:
     return 0
 
 
-def _then(args: Args) -> str:
-    """The command that trains as the search found; the search, for a plan of a layout that was given."""
+def _next_command(args: Args) -> str:
+    """Command to suggest after this one: the training as the search found; the search, for a plan of a given layout."""
     if args.search:
         return str(args.launch)
     return shlex.join(["jtrain", "plan", *config_words(args), *machine_words(args), "--search"])
@@ -369,14 +369,14 @@ VERB = Verb(
             "change."
         ),
         subject="config",
-        then=_then,
+        next_command=_next_command,
     ),
     {
         "table": Command(
             "print the memory that each strategy saves, and the time that it costs",
             print_tables,
             add_json,
-            then=lambda args: "jtrain plan llama8b --device h200 --count 8",
+            next_command=lambda args: "jtrain plan llama8b --device h200 --count 8",
         ),
         "pipeline": pipeline.COMMAND,
         "network": network.COMMAND,

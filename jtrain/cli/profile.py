@@ -183,7 +183,7 @@ def export(args: Args) -> int:
     return 0
 
 
-def _exported(args: Args) -> str:
+def _export_command(args: Args) -> str:
     return shlex.join(["jtrain", "profile", "export", "--workdir", args.workdir, "--perfetto"])
 
 
@@ -199,7 +199,7 @@ VERB = Verb(
             "next."
         ),
         subject="workdir",
-        then=_exported,
+        next_command=_export_command,
     ),
     {
         "compare": Command(
@@ -212,7 +212,7 @@ VERB = Verb(
                 "device and step."
             ),
             subject="workdir",
-            then=_exported,
+            next_command=_export_command,
         ),
         "export": Command(
             "write a trace for ui.perfetto.dev",
@@ -224,7 +224,7 @@ VERB = Verb(
                 "same clocks."
             ),
             subject="workdir",
-            then=lambda args: shlex.join(["jtrain", "profile", "--workdir", args.workdir]),
+            next_command=lambda args: shlex.join(["jtrain", "profile", "--workdir", args.workdir]),
         ),
     },
 )

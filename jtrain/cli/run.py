@@ -125,7 +125,7 @@ class Command:
     description: sentences for `--help`; "" takes the summary.
     exits: what the exit codes mean here.
     subject: option whose value may stand alone: with `config`, `plan llama8b` is `plan --config llama8b`.
-    then: returns the command that a user would run next; "" for none.
+    next_command: returns the command to suggest after this one; "" for none.
     ignores_unknown: True for a command that is given the options of another one.
     """
 
@@ -136,7 +136,7 @@ class Command:
     exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
     subject: Literal["", "config", "workdir", "source", "from", "field"] = ""
     ignores_unknown: bool = False
-    then: Callable[[Args], str] = lambda args: ""
+    next_command: Callable[[Args], str] = lambda args: ""
 
     def parser(self, prog: str, listing: str = "") -> Parser:
         """Returns the parser of the options."""
@@ -196,8 +196,8 @@ class Command:
             code = self.execute(args)
         # After the output, and on the error stream: a pipe gets what the command prints, and no advice.
         sys.stdout.flush()
-        if code == exit_codes.DONE and (next_command := self.then(args)):
-            print(f"next: {without_secrets(next_command)}", file=sys.stderr)
+        if code == exit_codes.DONE and (command := self.next_command(args)):
+            print(f"next: {without_secrets(command)}", file=sys.stderr)
         return code
 
 

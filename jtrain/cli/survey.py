@@ -224,8 +224,8 @@ def _locked(out: Path) -> Iterator[int]:
         yield lock.fileno()
 
 
-def _then(args: Args) -> str:
-    """The measurements, then the page, then the benchmarks."""
+def _next_command(args: Args) -> str:
+    """Command to suggest after this one: the measurements, then the page, then the benchmarks."""
     words = ["jtrain", "survey", *(["--out", str(args.out)] if args.out else [])]
     if args.measure is None:
         return shlex.join([*words, "--measure"])
@@ -241,7 +241,7 @@ VERB = Verb(
         description="Prints each claim of the survey (arXiv:2603.26823) beside what jtrain predicts now, "
         "what compilers say and what was measured, with verdicts. --measure goes on where a killed call "
         "stopped.",
-        then=_then,
+        next_command=_next_command,
     ),
 )
 main = VERB.main

@@ -93,7 +93,7 @@ def blocks_of(info: ParamInfo) -> MomentBlocks | None:
 
 def top(signed: bool) -> float:
     """The largest value of the map, before normalisation to 1."""
-    return 1 - 0.45 / 2 ** _levels(signed)
+    return 1 - 0.45 / 2 ** _largest_k(signed)
 
 
 def encode(x: Array, blocks: MomentBlocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
@@ -141,7 +141,8 @@ def decode(codes: Array, scale: Array, blocks: MomentBlocks) -> Array:
     return blocks.joined(magnitude**2)
 
 
-def _levels(signed: bool) -> int:
+def _largest_k(signed: bool) -> int:
+    """K of the formula above: 6 with a sign, which takes one bit of the eight, and 7 without."""
     return _DECADES - signed
 
 
@@ -157,7 +158,7 @@ def _value(code: Array, signed: bool) -> Array:
     first_decade = 0 if signed else 1
     value = jnp.zeros(code.shape, jnp.float32)
     for k in range(first_decade, first_decade + _DECADES):
-        decade = 10.0 ** (k - _levels(signed))
+        decade = 10.0 ** (k - _largest_k(signed))
         slope = decade * 0.9 / 2**k
         # Within a decade the map is linear in the code: value = slope * e + offset.
         line = round_alone(slope * map_code.astype(jnp.float32)) + (
@@ -168,11 +169,15 @@ def _value(code: Array, signed: bool) -> Array:
 
 
 def _cell(relative: Array, signed: bool) -> Array:
-    """Code of the cell (an equal part of a decade) that holds `relative`; 0 below the lowest decade."""
+    """Code of the cell (an equal part of a decade) that holds `relative`; 0 below the lowest decade.
+
+    Example, signed: 0.24824 lies in the decade from 0.1 to 1, k = 6, which has 64 cells of 0.9 / 64 = 0.01406;
+    (0.24824 - 0.1) / 0.01406 = 10.54 is cell 10, code 64 + 10 = 74.
+    """
     first_decade = 0 if signed else 1
     code = jnp.zeros(relative.shape, jnp.int32)
     for k in range(first_decade, first_decade + _DECADES):
-        decade_start = 10.0 ** (k - _levels(signed) - 1)
+        decade_start = 10.0 ** (k - _largest_k(signed) - 1)
         # A decade ends at 10 times its start: 2^k equal cells, each 9 decade_start / 2^k wide.
         cell = jnp.floor((relative - decade_start) * (2**k / (9 * decade_start))).astype(jnp.int32)
         code = jnp.where(relative >= decade_start, 2**k + jnp.clip(cell, 0, 2**k - 1) - first_decade, code)

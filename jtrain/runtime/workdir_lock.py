@@ -161,36 +161,38 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
     probe = Agreement("", FolderCarrier(folder), process=index, processes=count)
     # Random, so that files of an earlier attempt do not count.
     topic = f".probe-{token}"
-    failed = ""
+    write_error = ""
     try:
         probe.tell(topic, token)
     except Exception as error:  # clients of object stores raise many types
         # Told below, after the gathers: each of them needs all processes.
-        failed = error_line(error)
-    write_failures = multihost.gather_texts(failed)
+        write_error = error_line(error)
+    write_errors = multihost.gather_texts(write_error)
+    missed = ""  # numbers of the processes whose files this one did not see, joined by commas
     hosts = multihost.gather_texts(socket.gethostname())
     # Only if all could write: otherwise some would wait for a file that does not come.
-    if not any(write_failures):
+    if not any(write_errors):
         # Process 0 reads all files, the others only its: 2 n reads and not n squared.
         expected_processes = range(count) if index == 0 else [0]
         texts = probe.collect(
             topic, of=expected_processes, seconds=patience_s, counts=lambda text: text == token
         )
-        failed = ",".join(str(process) for process in expected_processes if process not in texts)
-    unseen_by = multihost.gather_texts(failed)  # also keeps the files until every process has read them
+        missed = ",".join(str(process) for process in expected_processes if process not in texts)
+    # A gather, which also keeps the files until every process has read them.
+    missed_by_process = multihost.gather_texts(missed)
     with contextlib.suppress(Exception):  # 16 bytes that nothing reads
         probe.withdraw(topic)
-    if any(write_failures):
-        process = next(number for number, text in enumerate(write_failures) if text)
+    if any(write_errors):
+        process = next(number for number, text in enumerate(write_errors) if text)
         process_text = "" if count == 1 else f" by process {process} on host {hosts[process]}"
         raise UserError(
-            f"--workdir {folder} cannot be written to{process_text} ({write_failures[process]}). "
+            f"--workdir {folder} cannot be written to{process_text} ({write_errors[process]}). "
             + (WAY_OUT if in_store(folder) else "Fix the cause, or choose another --workdir.")
         )
     # What process 0 missed, and everybody who missed its file.
     apart = sorted(
-        {int(number) for text in unseen_by[:1] for number in text.split(",") if number}
-        | {process for process, text in enumerate(unseen_by) if process and text}
+        {int(number) for text in missed_by_process[:1] for number in text.split(",") if number}
+        | {process for process, text in enumerate(missed_by_process) if process and text}
     )
     if apart:
         names = ", ".join(f"process {process} on host {hosts[process]}" for process in apart)

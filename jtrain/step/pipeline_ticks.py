@@ -44,7 +44,7 @@ def counts_of(layout: Layout) -> TickCounts:
     assert layout.pipeline is not None
     # If layers permute, all ticks take as long, and the fewest are the shortest.
     times = None if layers_permute(layout) else relative_costs(layout)
-    counts = _counts(layout.pipeline, layout.spec.microbatches, times)
+    counts = _counts_of_fastest_packing(layout.pipeline, layout.spec.microbatches, times)
     # Groups use each weight several times, but a split backward pass keeps one input per product.
     if counts.splits_backward and layout.spec.sequence_groups > 1:
         raise UserError(
@@ -74,16 +74,22 @@ def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
 
 
 def relative_costs(layout: Layout) -> tuple[float, float, float]:
-    """Times of F, I and W in units of F, for which the packing is chosen."""
+    """Times of F (forward pass), I (gradient of the input) and W (gradient of the weights) in units of F, for
+    which the packing is chosen.
+    """
     # F, I and W have about the same matmuls; under remat=full I recomputes the forward pass, one F more.
     return 1.0, 2.0 if layout.spec.remat == "full" else 1.0, 1.0
 
 
 @functools.cache
-def _counts(
+def _counts_of_fastest_packing(
     pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None
 ) -> TickCounts:
-    """Sizes of the packing that is fastest by the times of F, I and W; of the fused one without times."""
+    """Tick counts of the packing (`tick_grid.Packing`) with the shortest makespan.
+
+    times: of F (forward pass), I (gradient of the input) and W (gradient of the weights), in any unit; None
+      takes the packing `fused`.
+    """
     spec = pipeline.spec
 
     def count_packing(packing: Packing) -> TickCounts:

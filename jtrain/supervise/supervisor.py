@@ -96,7 +96,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the command; returns the exit code."""
-        with self._signals_caught():
+        with self._handle_signals_and_end_children():
             try:
                 return self._run_attempts()
             finally:
@@ -112,7 +112,7 @@ class Supervisor:
             for child in start_processes(
                 self._command, self._environ, count=self._processes, host=self._host
             ):
-                # One by one: if a later one cannot be started, `_signals_caught` ends those before it.
+                # One by one: if a later one cannot be started, `_handle_signals_and_end_children` ends those before it.
                 self._children.append(child)
             failure = self._watch_attempt()
             if failure is None:
@@ -370,8 +370,10 @@ class Supervisor:
                 child.send(number)
 
     @contextlib.contextmanager
-    def _signals_caught(self) -> Iterator[None]:
-        """Context in which the signals that stop a training process are passed on to the processes."""
+    def _handle_signals_and_end_children(self) -> Iterator[None]:
+        """Context in which stop signals are noted for `_pass_signals`; on leaving, kills the children that still
+        run and puts the handlers back.
+        """
 
         def on_signal(number: int, _frame: types.FrameType | None) -> None:
             # A handler may interrupt anything, so it only takes a note.

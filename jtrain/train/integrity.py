@@ -53,14 +53,14 @@ class IntegrityCheck(Callback):
         self._context = context
         self._devices: list[jax.Device] = list(context.mesh.devices.flat)
         self._hosts = _host_names()
-        self._agreed, self._compared, self._no_order = context.start_step, False, False
+        self._agreed, self._compared, self._sums_are_unordered = context.start_step, False, False
         layout, mesh = context.job.layout, context.mesh
         like = abstract_state(layout, make_optimizer(context.run), mesh)
         self._names = [name for name, _ in summed_arrays(like)]
         self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
         # For each device and array, the first device that holds the same part: copies are compared with it.
         self._first = copies(like, mesh)
-        self._kept = np.array([not name.startswith(_REWRITTEN) for name in self._names])
+        self._is_compared = np.array([not name.startswith(_REWRITTEN) for name in self._names])
         # Compiled when first called.
         self._signature = recompute.make_signature(
             context.run.model, layout, mesh, deterministic=context.run.deterministic
@@ -70,7 +70,7 @@ class IntegrityCheck(Callback):
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
         every = self._spec.recompute_every_steps
-        if phase == "dispatch" and every is not None and step % every == 0 and not self._no_order:
+        if phase == "dispatch" and every is not None and step % every == 0 and not self._sums_are_unordered:
             state, batch = arguments
             # Dispatched and not awaited: `check` reads both with the results of the step.
             own_signature = self._signature(state.params, state.scaling, batch)
@@ -112,22 +112,22 @@ class IntegrityCheck(Callback):
             self._last = step, returned_sums
         signatures = self._recomputed.pop(step, None)
         # The loop is a step ahead, and so is its recomputation.
-        if signatures is not None and not self._no_order:
+        if signatures is not None and not self._sums_are_unordered:
             self._check_arithmetic(step, *signatures)
 
-    def _keep_sums(self, step: int, returned: np.ndarray) -> None:
+    def _keep_sums(self, step: int, returned_sums: np.ndarray) -> None:
         """Writes the sums of each saved array; drops those of states that are gone."""
         file, entries = self._sums_file(), _read(self._sums_file())
         # A store that does not answer is the save's to report; all sums stay.
         with contextlib.suppress(Exception):
             saved_steps = self._checkpoints.steps()
-            # Those after the newest checkpoint may be a save in flight or states in local memory. Older
-            # states there are never read.
+            # Those after the newest checkpoint may be a save in flight or states in local memory. States in
+            # local memory that are older than the newest checkpoint are never read.
             newest = max(saved_steps, default=-1)
             self._kept_steps = {kept_step for kept_step in self._kept_steps if kept_step >= newest}
             existing_steps = {*saved_steps, *self._kept_steps}
             entries = {key: value for key, value in entries.items() if int(key) in existing_steps}
-        totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
+        totals = zip(self._names, self._dtypes, self._totals(returned_sums), strict=True)
         entries[str(step)] = {
             name: [dtype, total] for name, dtype, total in totals if not name.startswith(_REWRITTEN)
         }
@@ -179,8 +179,8 @@ class IntegrityCheck(Callback):
         # After a rewind, or before the first step, nothing is there to compare.
         if self._last is None or self._last[0] != step - 1:
             return
-        # `_kept` excludes the arrays that the host may rewrite between the steps.
-        wrong = np.argwhere((given_sums != self._last[1]) & self._kept)
+        # `_is_compared` excludes the arrays that the host may rewrite between the steps.
+        wrong = np.argwhere((given_sums != self._last[1]) & self._is_compared)
         if not wrong.size:
             return
         pairs = [(int(array), int(device)) for device, array in wrong]
@@ -239,7 +239,7 @@ class IntegrityCheck(Callback):
         differing = int(differs_at.any(axis=1).sum())
         # Many devices at the very first comparison: an unordered sum in a kernel, not that many faults.
         if first and differing > len(self._devices) / 2:
-            self._no_order = True
+            self._sums_are_unordered = True
             self._context.metrics.say(
                 f"step {step}: {differing} of {len(self._devices)} devices gave other bits when a microbatch "
                 "was computed again. A kernel that adds in any order is likelier than that many faults, so "
@@ -268,8 +268,7 @@ class IntegrityCheck(Callback):
             for device in (self._devices[number] for number in devices[:4])
             for process in [device.process_index]
         ]
-        rest_text = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
-        return " or ".join(names) + rest_text if not rest_text else ", ".join(names) + rest_text
+        return ", ".join(names) + f" and {len(devices) - 4} more" if len(devices) > 4 else " or ".join(names)
 
     def _arrays(self, arrays: Sequence[int]) -> str:
         names = list(dict.fromkeys(self._names[array] for array in arrays))

@@ -70,8 +70,10 @@ def test_a_command_gets_its_options_and_its_words(capsys: pytest.CaptureFixture[
 
 def test_the_last_line_names_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
     """On the error stream, below all that is printed: a pipe gets none of it, and a command that fails has none."""
-    then = Command("square", square, add_options, then=lambda args: f"jtrain shape cube --width {args.width}")
-    verb = Verb("shape", commands={"square": then})
+    square_command = Command(
+        "square", square, add_options, next_command=lambda args: f"jtrain shape cube --width {args.width}"
+    )
+    verb = Verb("shape", commands={"square": square_command})
     assert verb.main(["square", "--json=-"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"area": 9}
@@ -86,7 +88,7 @@ def test_every_command_of_a_user_has_a_next_one(name: str, word: str) -> None:
     verb = VERBS[name]
     command = verb.commands[word] if word else verb.alone
     if command is not None:
-        assert command.then is not Command.then
+        assert command.next_command is not Command.next_command
 
 
 def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:

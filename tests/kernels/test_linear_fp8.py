@@ -11,7 +11,7 @@ from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain_kernels import device
 from jtrain_kernels.fp8 import history
 from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8, rounded_weight
-from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of, unsupported
+from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, dequantise, largest, quantise, scale_of, unsupported
 from jtrain_kernels.fp8.reference import linear_fp8_reference
 from tests.kernels.gradients import normal
 
@@ -91,17 +91,17 @@ def test_another_scale_rounds_alike_within_the_range_and_exactly_in_bfloat16() -
     x = jnp.asarray(normal(0, 4096))
     x = jnp.where(jnp.abs(x) < 0.1, 0.1, x)
     near, far = (
-        restored(quantised(x, jnp.float32(s), FORWARD), jnp.float32(s), jnp.float32) for s in (64.0, 1.0)
+        dequantise(quantise(x, jnp.float32(s), FORWARD), jnp.float32(s), jnp.float32) for s in (64.0, 1.0)
     )
     np.testing.assert_array_equal(near, far)
-    half = restored(quantised(x, jnp.float32(64), FORWARD), jnp.float32(64), jnp.bfloat16)
+    half = dequantise(quantise(x, jnp.float32(64), FORWARD), jnp.float32(64), jnp.bfloat16)
     np.testing.assert_array_equal(half.astype(jnp.float32), near)
 
 
 def test_clipping_never_hides_an_infinity() -> None:
     """Numbers beyond the range are clipped to its end; inf and nan become nan, so that a run notices."""
     x = jnp.asarray([1e9, -1e9, jnp.inf, jnp.nan])
-    got = np.asarray(quantised(x, jnp.float32(1), FORWARD).astype(jnp.float32))
+    got = np.asarray(quantise(x, jnp.float32(1), FORWARD).astype(jnp.float32))
     np.testing.assert_array_equal(got, [448, -448, np.nan, np.nan])
     assert np.isnan(largest(x))
 

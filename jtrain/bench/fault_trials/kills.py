@@ -43,7 +43,7 @@ def kill_startup(trial: Trial) -> None:
     """At a random time before the run has described itself in run.json."""
     # A real start, since the imports are what the kill should hit.
     attempt = trial.start(imported=False)
-    attempt.until(_passed(trial.rng.uniform(0, trial.reference.described_s)))
+    attempt.until(_passed(trial.rng.uniform(0, trial.reference.run_json_s)))
     trial.kill(attempt)
 
 
@@ -55,7 +55,7 @@ def kill_compile(trial: Trial) -> None:
     attempt, first_step = trial.start(), trial.workdir.last_step()
     # run.json is written once the plan is made.
     attempt.until((trial.workdir.path / "run.json").exists)
-    window_s = trial.reference.first_step_s - trial.reference.described_s
+    window_s = trial.reference.first_step_s - trial.reference.run_json_s
     late = _passed(trial.rng.uniform(0, window_s))
     attempt.until(lambda: late() or trial.workdir.last_step() > first_step)
     trial.kill(attempt)

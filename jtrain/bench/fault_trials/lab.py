@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jtrain.bench.fault_trials.processes import strays
+from jtrain.bench.fault_trials.processes import end_strays
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, RunRecipe
 from jtrain.bench.fault_trials.workdir import LoggedStep, Workdir
 from jtrain.runtime.exit_codes import DONE
@@ -16,7 +16,7 @@ class Reference:
     """Unbroken run, and times of its start for the faults that come at a random one.
 
     entries: names of the files and folders that it leaves, as of `Workdir.entries`.
-    described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a
+    run_json_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a
       user starts it.
     """
 
@@ -24,7 +24,7 @@ class Reference:
     digests: dict[str, str]
     committed: tuple[int, ...]
     entries: frozenset[str]
-    described_s: float
+    run_json_s: float
     first_step_s: float
     end_s: float
 
@@ -50,28 +50,30 @@ class FaultLab:
         # A kind may change the settings or the module, and then needs an unbroken run of its own.
         key = (recipe, tuple(module))
         if key not in self._references:
-            self._references[key] = self._measured(recipe, module)
+            self._references[key] = self._run_unbroken(recipe, module)
         return self._references[key]
 
-    def _measured(self, recipe: RunRecipe, module: Sequence[str]) -> Reference:
+    def _run_unbroken(self, recipe: RunRecipe, module: Sequence[str]) -> Reference:
+        """Runs the recipe once without faults and times its start."""
         folder = self.folder / f"unbroken{len(self._references)}"
         workdir = Workdir(folder / "workdir")
         # Not forked: the times of a user's start include the imports.
         attempt = recipe.start([workdir.path], folder, imported=False, module=module)
         attempt.until((workdir.path / "run.json").exists)
-        described_s = time.monotonic() - attempt.started_s
+        run_json_s = time.monotonic() - attempt.started_s
         attempt.until(workdir.last_step)
         first_step_s = time.monotonic() - attempt.started_s
         attempt.wait()
         end_s = time.monotonic() - attempt.started_s
-        strays()
+        # The names are dropped: strays are a result of trials with faults, and this run is none.
+        end_strays()
         if set(attempt.codes.values()) != {DONE} or not workdir.logged():
             # Without an unbroken run nothing can be compared, so this is no result of a trial.
             raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
         steps, committed = tuple(workdir.logged()), workdir.committed()
         digests = workdir.digests(committed[-1], folder / "digests.log")
         entries = workdir.entries()
-        return Reference(steps, digests, committed, entries, described_s, first_step_s, end_s)
+        return Reference(steps, digests, committed, entries, run_json_s, first_step_s, end_s)
 
     def half(self, recipe: RunRecipe) -> Path:
         """Returns the workdir of a run that was killed between its second save and its third.
@@ -88,7 +90,8 @@ class FaultLab:
             attempt = recipe.start([workdir.path], folder)
             attempt.until(lambda workdir=workdir: _twice_saved(workdir))
             attempt.kill()
-            strays()
+            # Helpers of a run that was killed on purpose are no finding: only the files count here.
+            end_strays()
             # Checked after the kill, when nothing changes any more.
             if _twice_saved(workdir) and not workdir.saving():
                 self._halves[recipe] = workdir.path

@@ -246,8 +246,8 @@ class TrialAttempt:
         return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
 
-def strays() -> list[str]:
-    """Waits for the end of all processes below this one; names those that stay, and kills them."""
+def end_strays() -> list[str]:
+    """Waits until all processes below this one have ended; kills those that stay, and returns their names."""
     end_s = time.monotonic() + ENDED_S
     # Helpers need a moment to notice that their training has ended.
     while (below := descendants()) and time.monotonic() < end_s:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jtrain.bench.fault_trials.kinds import FaultKind, FaultResult
 from jtrain.bench.fault_trials.lab import FaultLab
-from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants, strays
+from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants, end_strays
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, NUM_STEPS
 from jtrain.bench.fault_trials.stores.google_storage import BUCKET
 from jtrain.bench.fault_trials.stores.loopback_store import LoopbackStore, StoreWorkdir
@@ -134,7 +134,7 @@ class Trial:
 
     def check_strays(self) -> None:
         """Waits for the end of all processes below the harness; notes those that stay."""
-        for name in strays():
+        for name in end_strays():
             self.wrong(f"a process stayed behind: {name}")
 
     def wrong(self, text: str) -> None:

@@ -56,28 +56,36 @@ def _attention(shape: str, implementation: str) -> Step:
     options = ("attention", "--shape", shape, "--only", implementation)
     needs = TOKAMAX if implementation == "tokamax" else ()
     limit_s = 120 if implementation == "xla" else 90  # plain JAX: one program part per chunk of 512 tokens
-    return Step(f"attention-{shape}-{implementation}", options, limit_s, needs)
+    return Step(f"attention-{shape}-{implementation}", options, limit_s, needs=needs)
 
 
-def _tuned(op: str, *shapes: str) -> Step:
+def _tuning_step(op: str, *shapes: str) -> Step:
     """Times of an op's configurations at shapes: `--case NAME`, or `--config NAME` for a config's step."""
     # A rehearsal tunes a small norm: the shapes of an 8B model take a CPU too long.
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
     options = ("kernels", "--tune", "--op", op, *shapes)
     # Reading a config needs fiddle; an op's own cases do not.
     needs = FIDDLE if "--config" in shapes else ()
-    return Step(f"tune-{shapes[1]}-{op}", options, 120, needs, small, _KERNELS.get(op, ()))
+    return Step(
+        f"tune-{shapes[1]}-{op}",
+        options,
+        limit_s=120,
+        needs=needs,
+        rehearsed=small,
+        uses=_KERNELS.get(op, ()),
+    )
 
 
-def _timed(op: str, case: str) -> Step:
+def _timing_step(op: str, case: str) -> Step:
     small = ("kernels", "--op", "rms_norm", "--case", "tiny")
     name = f"time-{op}-{case.split()[-1]}"
-    return Step(name, ("kernels", "--op", op, "--case", case), 90, (), small, _KERNELS.get(op, ()))
+    options = ("kernels", "--op", op, "--case", case)
+    return Step(name, options, limit_s=90, rehearsed=small, uses=_KERNELS.get(op, ()))
 
 
 def _llama1b(name: str, *sets: str) -> Step:
     options = ("h200", "--only", "llama1b", "--steps", "3")
-    return Step(name, (*options, *_set(sets)), 120, FIDDLE)
+    return Step(name, (*options, *_set(sets)), limit_s=120, needs=FIDDLE)
 
 
 def _llama1b_forced(implementation: str) -> Step:
@@ -87,7 +95,13 @@ def _llama1b_forced(implementation: str) -> Step:
         for forced in (implementation, "xla")
     )
     needs = TOKAMAX if implementation == "tokamax" else ()
-    return Step(f"llama1b-{implementation}", real, 120, (*FIDDLE, *needs), (*small, "--rehearse"))
+    return Step(
+        f"llama1b-{implementation}",
+        real,
+        limit_s=120,
+        needs=(*FIDDLE, *needs),
+        rehearsed=(*small, "--rehearse"),
+    )
 
 
 def _set(sets: tuple[str, ...]) -> tuple[str, ...]:
@@ -95,7 +109,7 @@ def _set(sets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _elementwise(op: str) -> Step:
-    return Step(f"elementwise-{op}", ("elementwise", "--only", op), 90, uses=_KERNELS.get(op, ()))
+    return Step(f"elementwise-{op}", ("elementwise", "--only", op), limit_s=90, uses=_KERNELS.get(op, ()))
 
 
 IMPLEMENTATIONS = ("cudnn", "tokamax", "xla")
@@ -115,7 +129,7 @@ def _window() -> Step:
     # A sixth of the config's batch: steps of a second or two, whose trace is quick to read.
     real = ("data.global_batch=16", "layout.microbatches=2")
     options, small = ((*to, *_set(sets)) for sets in (real, SMALL_WINDOW))
-    return Step("profile-llama1b", options, 120, FIDDLE, small)
+    return Step("profile-llama1b", options, limit_s=120, needs=FIDDLE, rehearsed=small)
 
 
 TINY_STEP = ("tiny", "--steps", "1", *NO_TENSORBOARD)
@@ -129,8 +143,8 @@ _SIZED = Step(
         *_set(("precision.param_dtype=bfloat16", "optimizer.param_rounding=stochastic")),
         *_set(("layout.offload.optimizer=as_needed", "layout.offload.params=as_needed")),
     ),
-    120,
-    FIDDLE,
+    limit_s=120,
+    needs=FIDDLE,
 )
 
 STEPS = (
@@ -139,9 +153,9 @@ STEPS = (
     # One step of the smallest config: it shows early whether training works at all.
     Step("tiny-step", TINY_STEP, 90, FIDDLE, TINY_STEP),
     *(_attention(shape, name) for shape in ("llama8b", "llama1b") for name in IMPLEMENTATIONS),
-    *(_tuned(op, "--config", "llama1b") for op in TUNED),
-    *(_tuned(op, "--config", "llama8b", "--with", "single_device") for op in TUNED),
-    _tuned("linear_cross_entropy", "--case", "llama8b"),
+    *(_tuning_step(op, "--config", "llama1b") for op in TUNED),
+    *(_tuning_step(op, "--config", "llama8b", "--with", "single_device") for op in TUNED),
+    _tuning_step("linear_cross_entropy", "--case", "llama8b"),
     _llama1b("llama1b"),
     *(_llama1b_forced(implementation) for implementation in IMPLEMENTATIONS),
     Step("loss", ("loss",), 90),
@@ -158,7 +172,7 @@ STEPS = (
     Step("offload-8B", ("h200", "--only", "8B", "--steps", "1"), 120),
     _window(),
     # Four soaks of ten seconds, each after a warm-up of one.
-    Step("random-against-zeros", ("machine", "--soak", "10"), 90, (), SHORT_SOAKS),
+    Step("random-against-zeros", ("machine", "--soak", "10"), 90, rehearsed=SHORT_SOAKS),
     # The rest.
     *(_attention(shape, name) for shape in ("plain", "documents") for name in IMPLEMENTATIONS),
     _llama1b("llama1b-fp8", "precision.matmul_dtype=fp8_delayed"),
@@ -166,9 +180,9 @@ STEPS = (
     _elementwise("swiglu"),
     _elementwise("AdamW"),
     Step("loss-all-chunks", ("loss", "--all-chunks"), 120),
-    _timed("grouped_matmul", "qwen3_30b_a3b up"),
-    _timed("grouped_matmul", "qwen3_30b_a3b down"),
-    _timed("embedding_lookup", "llama8b"),
+    _timing_step("grouped_matmul", "qwen3_30b_a3b up"),
+    _timing_step("grouped_matmul", "qwen3_30b_a3b down"),
+    _timing_step("embedding_lookup", "llama8b"),
     Step("tiny", ("tiny", *NO_TENSORBOARD), 120, FIDDLE, ("tiny", "--steps", "3", *NO_TENSORBOARD)),
     Step("offload-14B", ("h200", "--only", "14B", "--steps", "1"), 120),
 )  # fmt: skip

@@ -198,7 +198,7 @@ COMMAND = Command(
         "size has the fastest layout that fits, and the checkpoint interval that loses the least."
     ),
     subject="config",
-    then=lambda args: shlex.join(
+    next_command=lambda args: shlex.join(
         ["jtrain", "plan", *config_words(args), *machine_words(args, count=False), "--search"]
     ),
 )

@@ -87,7 +87,7 @@ COMMAND = Command(
         "Loads of links when switches hash flows over them (ECMP), by queue pairs per connection: "
         "drawn at random and exact. With a machine, what an all-reduce gains, and NCCL's variables."
     ),
-    then=lambda args: shlex.join(
+    next_command=lambda args: shlex.join(
         ["jtrain", "plan", "network", *(machine_words(args) or ["--device", "h100", "--count", "64"])]
     ),
 )

@@ -100,5 +100,5 @@ COMMAND = Command(
         "model, which says what NCCL will choose, and level by level for any library, with what the spine "
         "leaves."
     ),
-    then=lambda args: shlex.join(["jtrain", "plan", "walls", *machine_words(args)]),
+    next_command=lambda args: shlex.join(["jtrain", "plan", "walls", *machine_words(args)]),
 )

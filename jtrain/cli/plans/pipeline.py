@@ -250,8 +250,11 @@ def execute(args: Args) -> int:
     return 0
 
 
-def _then(args: Args) -> str:
-    """The command with one schedule, then its page; with a config, the plan of its step."""
+def _next_command(args: Args) -> str:
+    """Command to suggest after this one: the same with one schedule; after that, with its page; after that the
+    plan of the config's step, or without a config the table of strategies
+    that save memory.
+    """
     words = ["jtrain", "plan", "pipeline", *args.words]
     if args.schedule is None and args.csv is None:
         return shlex.join([*words, "--schedule", "1f1b"])
@@ -269,5 +272,5 @@ COMMAND = Command(
     description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
     "compares all schedules. With --config and --device, in seconds and bytes of that machine.",
     subject="config",
-    then=_then,
+    next_command=_next_command,
 )

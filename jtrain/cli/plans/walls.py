@@ -122,7 +122,7 @@ COMMAND = Command(
         "How large a run of so many days can be: up to where it scales linearly (the data-movement "
         "wall), and where no number of devices helps (the latency wall), with what binds and how both move."
     ),
-    then=lambda args: shlex.join(
+    next_command=lambda args: shlex.join(
         ["jtrain", "plan", "cost", "llama8b", *machine_words(args, count=False), "--tokens", "15T"]
     ),
 )

@@ -138,7 +138,13 @@ class Autoscaler:
         return self.placement, lines
 
     def _measure_rates(self, weight: Float[np.ndarray, " sources"]) -> Float[np.ndarray, " sources"]:
-        """Returns the loaders per unit of weight by this window; NaN for sources that were never read."""
+        """Returns the loaders per unit of weight by this window; NaN for sources that were never read.
+
+        Example, unit=samples, 1000 tokens a step: source a has documents of 100 tokens and b of 400, each
+        with weight 0.5. The mean length is 250, so a step has 4 documents, and a source of weight 1 would
+        give 4 * 100 = 400 tokens of it (a) or 4 * 400 = 1600 (b). At 1 ms per token and steps of 0.8 s that
+        takes 0.5 and 2 loaders per unit of weight.
+        """
         read_s, tokens, documents = self._read_totals
         was_read = tokens > 0
         self._last_costs[:, was_read] = (
@@ -148,15 +154,15 @@ class Autoscaler:
         steps, seconds, wait_s = self._window.tolist()
         # At least 2 % of the time: a trainer that only waits has no step time of its own.
         step_s = max(seconds - wait_s, 0.02 * seconds) / max(steps, 1.0)
-        cost_s, per_token = self._last_costs
-        per_weight = np.full(len(cost_s), float(self._step_tokens))  # tokens in a step
+        cost_s, documents_per_token = self._last_costs
+        tokens_per_weight = np.full(len(cost_s), float(self._step_tokens))  # tokens in a step
         if self._unit == "samples":  # weights are shares of documents
-            is_measured = ~np.isnan(per_token)
+            is_measured = ~np.isnan(documents_per_token)
             # Documents of a step (its tokens / their mean length), times the source's own mean length.
-            per_weight[is_measured] /= per_token[is_measured] * max(
-                float((weight[is_measured] / per_token[is_measured]).sum()), 1e-9
+            tokens_per_weight[is_measured] /= documents_per_token[is_measured] * max(
+                float((weight[is_measured] / documents_per_token[is_measured]).sum()), 1e-9
             )
-        return cost_s * per_weight / step_s
+        return cost_s * tokens_per_weight / step_s
 
     def weights_ahead_of(self, step: int) -> Float[np.ndarray, " sources"]:
         """Returns each source's largest share from `step` until a loader started now would be ready."""

@@ -273,10 +273,13 @@ def _yarn(values: dict[str, Any], original: Any) -> YarnScaling:
     factor = float(values.pop("factor"))
     attention_factor = values.pop("attention_factor", None)
     if attention_factor is None:
-        over, under = (float(values.get(key, 0.0)) for key in ("mscale", "mscale_all_dim"))
-        both = over and under
+        # Not popped, as other keys are: the scale of attention reads these two as well (`_READ_WITH`).
+        mscale, mscale_all_dim = (float(values.get(key, 0.0)) for key in ("mscale", "mscale_all_dim"))
+        has_both = mscale and mscale_all_dim
         attention_factor = (
-            yarn_mscale(factor, over) / yarn_mscale(factor, under) if both else yarn_mscale(factor)
+            yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+            if has_both
+            else yarn_mscale(factor)
         )
     return YarnScaling(
         factor,

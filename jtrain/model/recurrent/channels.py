@@ -97,7 +97,7 @@ DECAY_BIAS: Any = dict(mean=-4.6, std=1.3)
 (arXiv:2405.21060)."""
 
 
-def step_sizes(x: Float[Array, "*dims"], bias: Float[Array, "..."]) -> Float[Array, "*dims"]:
+def softplus_of_sum(x: Float[Array, "*dims"], bias: Float[Array, "..."]) -> Float[Array, "*dims"]:
     """`softplus(x + bias)` in float32."""
     x32 = x.astype(jnp.float32)
     return jax.nn.softplus(x32 + aligned(bias, x32))

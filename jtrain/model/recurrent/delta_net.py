@@ -19,7 +19,7 @@ from jtrain.model.recurrent.channels import (
     RecurrentMixer,
     ShortConv,
     gate_output,
-    step_sizes,
+    softplus_of_sum,
 )
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
@@ -138,7 +138,7 @@ class DeltaNet(RecurrentMixer):
     def mix(
         self, x_BLD: Array, segment_BL: Array, tensor: TensorAxis, context: ops.RowSplit, cache: Any
     ) -> tuple[Float[Array, "B _ D"], DeltaCache]:
-        q, k, v, gate, step_BLA, decay = self._project(x_BLD, tensor)
+        q, k, v, gate, step_BLA, log_decay = self._project(x_BLD, tensor)
         state, inputs = cache or (None, {})
         mixed, last_inputs = {}, {}
         for name, x, conv in (("q", q, self.q_conv), ("k", k, self.k_conv), ("v", v, self.v_conv)):
@@ -149,7 +149,7 @@ class DeltaNet(RecurrentMixer):
             mixed["q"],
             mixed["k"],
             mixed["v"],
-            decay,
+            log_decay,
             self.spec.max_step * jax.nn.sigmoid(step_BLA.astype(jnp.float32)),
             segment_BL,
             initial=state,
@@ -182,5 +182,7 @@ class DeltaNet(RecurrentMixer):
         rate, bias = rate_A.reshape(1, 1, heads, *[1] * (decay.ndim - 3)), local_part(bias, heads)
         if (floor := self.spec.decay_floor) is not None:
             decay = decay.astype(jnp.float32)
-            return q, k, v, gate, step_BLA, floor * jax.nn.sigmoid(rate * (decay + aligned(bias, decay)))
-        return q, k, v, gate, step_BLA, -rate * step_sizes(decay, bias)
+            log_decay = floor * jax.nn.sigmoid(rate * (decay + aligned(bias, decay)))
+        else:
+            log_decay = -rate * softplus_of_sum(decay, bias)
+        return q, k, v, gate, step_BLA, log_decay

@@ -19,7 +19,7 @@ from jtrain.model.recurrent.channels import (
     RecurrentMixer,
     ShortConv,
     gate_output,
-    step_sizes,
+    softplus_of_sum,
 )
 from jtrain.model.sizes import ModelSizes
 from jtrain.model.tensor_parallel import TensorAxis, local_part
@@ -136,7 +136,7 @@ class Mamba2(RecurrentMixer):
             # After the convolution, so that a saved one is not computed again.
             mixed[name] = checkpoint_name(y, f"attention_{dict(x='v', b='k', c='q')[name]}")
         heads = mixed["x"].shape[2]
-        step_BLA = step_sizes(projected["step"], local_part(self.step_shift_A[...], heads))
+        step_BLA = softplus_of_sum(projected["step"], local_part(self.step_shift_A[...], heads))
         rate_A = jnp.exp(local_part(self.decay_log_A[...], heads).astype(jnp.float32))
         y_BLAH, state = ops.mamba2(
             mixed["x"],

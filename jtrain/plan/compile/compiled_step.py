@@ -100,7 +100,7 @@ def compile_step(
         program = lowered.compile(compiler_options=dict(compiler_options))
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
-    text, times = program.as_text(), functools.partial(branch_times, layout)
+    text, count_executions = program.as_text(), functools.partial(executions_of_branch, layout)
     return CompiledStep(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -111,15 +111,15 @@ def compile_step(
         host_temp_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=memory.total_allocation_bytes,
         rings=along_torus(layout, mesh).rings,
-        traffic=tuple(traffic(text, layout.mesh.shape, times)),
-        host_copies=tuple(host_copies(text, times)),
+        traffic=tuple(traffic(text, layout.mesh.shape, count_executions)),
+        host_copies=tuple(host_copies(text, count_executions)),
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
         hlo=text,
     )
 
 
-def branch_times(layout: Layout, op_name: str) -> int | None:
+def executions_of_branch(layout: Layout, op_name: str) -> int | None:
     """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other
     conditionals.
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jtrain_kernels.errors import UserError
-from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
+from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, dequantise, largest, quantise, scale_of
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.platforms import by_platform
@@ -55,7 +55,7 @@ def rounded_weight(
     weight: Float[Array, "..."], scale: Float[Array, ""]
 ) -> tuple[Float[Array, "..."], Float[Array, ""]]:
     """Returns a weight, or a shard of it, rounded as `linear_fp8` does, and its amax."""
-    return quantised(weight, scale, FORWARD), largest(weight)
+    return quantise(weight, scale, FORWARD), largest(weight)
 
 
 def of_one_x(kernels: Sequence[Fp8Kernel]) -> tuple[Fp8Kernel, ...]:
@@ -130,11 +130,13 @@ def _forward(
     else:
         # In the order of `history.ROLES`: x, the weight, the gradient of the result.
         x_scale, kernel_scale = scale_3[0], scale_3[1]
-    x8_TI = quantised(x_TI, x_scale, FORWARD)
-    kernel8_IO = quantised(kernel_IO, kernel_scale, FORWARD) if rounded is None else rounded[0]
+    x8_TI = quantise(x_TI, x_scale, FORWARD)
+    kernel8_IO = quantise(kernel_IO, kernel_scale, FORWARD) if rounded is None else rounded[0]
     # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see
     # _backward).
-    y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
+    y_TO = contract(
+        dequantise(x8_TI, x_scale, dtype), dequantise(kernel8_IO, kernel_scale, dtype), 1, 0, dtype
+    )
     # A weight rounded before is in `rounded`; its `value` is never read.
     saved_kernel = kernel_IO if rounded is None else None
     return y_TO, (x_TI, saved_kernel, x_scale, kernel_scale, x_amax, scale_3, rounded)
@@ -145,11 +147,11 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
     dtype, dy_amax = x_TI.dtype, largest(dy_TO)
     dy_scale = scale_of(dy_amax, GRADIENT) if scale_3 is None else scale_3[2]
     # One 8-bit copy of dy serves both gradients.
-    dy = restored(_cast_once(quantised(dy_TO, dy_scale, GRADIENT)), dy_scale, dtype)
+    dy = dequantise(_cast_once(quantise(dy_TO, dy_scale, GRADIENT)), dy_scale, dtype)
     # x and kernel are rounded again, with the same scales, to the same bits as forward.
-    x = restored(quantised(x_TI, x_scale, FORWARD), x_scale, dtype)
+    x = dequantise(quantise(x_TI, x_scale, FORWARD), x_scale, dtype)
     kernel8_IO, kernel_amax = rounded_weight(kernel_IO, kernel_scale) if rounded is None else rounded
-    kernel = restored(kernel8_IO, kernel_scale, dtype)
+    kernel = dequantise(kernel8_IO, kernel_scale, dtype)
     kernel_dtype = dtype if rounded is not None else kernel_IO.dtype
     dx_TI, dkernel_IO = by_platform(
         dy,

@@ -57,7 +57,7 @@ def scale_of(
     return jax.lax.bitcast_convert_type((power + 127).astype(jnp.int32) << 23, jnp.float32)
 
 
-def quantised(
+def quantise(
     x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "..."]:
     """`x * scale` in an FP8 `dtype`, rounded to nearest even and clipped to the format's largest number.
@@ -71,10 +71,10 @@ def quantised(
     return jnp.where(jnp.isinf(scaled), scaled - scaled, jnp.clip(scaled, -top, top)).astype(dtype)
 
 
-def restored(
+def dequantise(
     x8: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "..."]:
-    """Inverse of `quantised` up to rounding, in `dtype`: exact in bfloat16 and float32.
+    """Inverse of `quantise` up to rounding, in `dtype`: exact in bfloat16 and float32.
 
     Before a matmul, XLA:GPU recognises this as a scaled FP8 operand and moves conversion and factor into
     cuBLAS.

@@ -5,7 +5,7 @@ rounding.
 import jax
 from jaxtyping import Array, Float
 
-from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
+from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, dequantise, largest, quantise, scale_of
 from jtrain_kernels.linear.reference import linear_reference
 
 
@@ -18,7 +18,7 @@ def linear_fp8_reference(
 
 def _round_to(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     scale = scale_of(largest(x), dtype)
-    return restored(quantised(x, scale, dtype), scale, x.dtype)
+    return dequantise(quantise(x, scale, dtype), scale, x.dtype)
 
 
 def _rounded(x: Array) -> Array:

@@ -10,13 +10,14 @@ rank rounds alike.
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
+from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, dequantise, largest, quantise, scale_of
+from jtrain_kernels.fp8.history import ROLES
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.overlap.xla.lower_schedule import gather, put, rows_of
 from jtrain_kernels.overlap.xla.op import KernelTuple, OverlapPlan, reduce_scattered
@@ -49,30 +50,30 @@ def _gather_forward(
     """The outputs of `all_gather_matmul`, and what `_gather_backward` needs of the forward pass.
 
     R rows of x per rank are quantised once and sent around; at each arrival `visit` multiplies a piece of
-    them by all kernels and writes the product at the place of the piece, `number`, in the gathered rows.
+    them by all kernels and writes the product at the place of the piece, a number, in the gathered rows.
     """
     # seen_G3 is an input only so that its cotangent can carry this step's amax out of the backward pass.
     del seen_G3
     dtype = x_BRK.dtype
     # One scale of x for all kernels, that of the first. With a plan: x is one shard of the gathered rows, and
     # every rank must scale by the same number.
-    x_scale = _scale(x_BRK, scale_G3, 0, 0, plan)
-    kernel_scales = tuple(_scale(k, scale_G3, i, 1) for i, k in enumerate(kernels))
-    kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
+    x_scale = _scale(x_BRK, scale_G3, 0, "x", plan)
+    kernel_scales = tuple(_scale(k, scale_G3, i, "kernel") for i, k in enumerate(kernels))
+    kernels8 = tuple(quantise(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
-    def visit(outputs: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
-        # Restored right before the product: XLA:GPU folds this into cuBLAS as a scaled FP8 operand.
-        rows = restored(rows8, x_scale, dtype)
+    def visit(outputs: KernelTuple, piece: Array, rows8: Array) -> KernelTuple:
+        # Dequantised right before the product: XLA:GPU folds this into cuBLAS as a scaled FP8 operand.
+        rows = dequantise(rows8, x_scale, dtype)
         products = (
-            _dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True)
+            _dot(rows, dequantise(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True)
         )
-        return tuple(put(y, number, product) for y, product in zip(outputs, products, strict=True))
+        return tuple(put(y, piece, product) for y, product in zip(outputs, products, strict=True))
 
     shape = x_BRK.shape[0], x_BRK.shape[1] * plan.axis_size
     # Every row is written by some visit, so the outputs need no zeros.
     outputs = tuple(jax.lax.empty((*shape, kernel.shape[1]), dtype) for kernel in kernels)
     # Rounded once, before the first send; each hop passes the 8-bit rows on as they are.
-    x8_BRK = quantised(x_BRK, x_scale, FORWARD)
+    x8_BRK = quantise(x_BRK, x_scale, FORWARD)
     outputs = gather(plan.schedule("all_gather_matmul"), plan.axis_name, x8_BRK, visit, outputs)
     # x is saved as the shard in its own dtype: `_of_scales` needs its exact amax in the backward pass.
     return outputs, (x_BRK, kernels, x_scale, kernel_scales, scale_G3)
@@ -91,29 +92,29 @@ def _gather_backward(
     schedule = plan.schedule("all_gather_matmul")
     rows_per_piece = schedule.piece_rows(dys[0].shape[1])
     # No plan here: each rank has all rows of its columns of dy, and rounds them for itself.
-    dy_scales = tuple(_scale(dy, scale_G3, i, 2) for i, dy in enumerate(dys))
-    dys8 = tuple(quantised(dy, scale, GRADIENT) for dy, scale in zip(dys, dy_scales, strict=True))
-    kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
+    dy_scales = tuple(_scale(dy, scale_G3, i, "gradient") for i, dy in enumerate(dys))
+    dys8 = tuple(quantise(dy, scale, GRADIENT) for dy, scale in zip(dys, dy_scales, strict=True))
+    kernels8 = tuple(quantise(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
-    def dy_rows(number: Array) -> list[Array]:
+    def dy_rows(piece: Array) -> list[Array]:
         return [
-            restored(rows_of(dy8, number, rows_per_piece), s, dtype)
+            dequantise(rows_of(dy8, piece, rows_per_piece), s, dtype)
             for dy8, s in zip(dys8, dy_scales, strict=True)
         ]
 
-    def kernel_parts(totals: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
-        rows = restored(rows8, x_scale, dtype)
-        return tuple(t + _kernel_part(rows, dy) for t, dy in zip(totals, dy_rows(number), strict=True))
+    def kernel_parts(totals: KernelTuple, piece: Array, rows8: Array) -> KernelTuple:
+        rows = dequantise(rows8, x_scale, dtype)
+        return tuple(t + _kernel_part(rows, dy) for t, dy in zip(totals, dy_rows(piece), strict=True))
 
-    def rows(number: Array) -> Array:
-        # Restored in each call: the 8-bit kernels stay in memory, not a bfloat16 copy for all pieces.
-        kernels_restored = (restored(k8, s, dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
-        return functools.reduce(jnp.add, map(_dot_back, dy_rows(number), kernels_restored))
+    def dx_piece(piece: Array) -> Array:
+        # Dequantised in each call: the 8-bit kernels stay in memory, not a bfloat16 copy for all pieces.
+        full_kernels = (dequantise(k8, s, dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
+        return functools.reduce(jnp.add, map(_dot_back, dy_rows(piece), full_kernels))
 
     zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
     # x is sent a second time, in 8 bits again, since the forward pass kept only the shard.
-    totals = gather(schedule, plan.axis_name, quantised(x_BRK, x_scale, FORWARD), kernel_parts, zeros)
-    dx_BRK = reduce_scattered(plan, rows, dtype)
+    totals = gather(schedule, plan.axis_name, quantise(x_BRK, x_scale, FORWARD), kernel_parts, zeros)
+    dx_BRK = reduce_scattered(plan, dx_piece, dtype)
     dkernels = tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
     # The order of the four results is that of the differentiable arguments.
     return dx_BRK, dkernels, *_of_scales(scale_G3, x_BRK, kernels, dys)
@@ -142,15 +143,16 @@ def _scatter_forward(
     dtype = x_BRK.dtype
     rows_per_piece = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
     # x is not gathered here, so its scale needs no agreement between ranks.
-    x_scale, kernel_scale = _scale(x_BRK, scale_13, 0, 0), _scale(kernel_KN, scale_13, 0, 1)
-    x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
+    x_scale = _scale(x_BRK, scale_13, 0, "x")
+    kernel_scale = _scale(kernel_KN, scale_13, 0, "kernel")
+    x8_BRK, kernel8_KN = quantise(x_BRK, x_scale, FORWARD), quantise(kernel_KN, kernel_scale, FORWARD)
 
-    def rows(number: Array) -> Array:
-        x = restored(rows_of(x8_BRK, number, rows_per_piece), x_scale, dtype)
-        return _dot(x, restored(kernel8_KN, kernel_scale, dtype), jnp.float32)
+    def y_piece(piece: Array) -> Array:
+        x = dequantise(rows_of(x8_BRK, piece, rows_per_piece), x_scale, dtype)
+        return _dot(x, dequantise(kernel8_KN, kernel_scale, dtype), jnp.float32)
 
     # Partial sums travel in x's dtype; a sum in 8 bits would lose what each rank adds.
-    y_BRN = reduce_scattered(plan, rows, dtype)
+    y_BRN = reduce_scattered(plan, y_piece, dtype)
     return y_BRN, (x_BRK, kernel_KN, x_scale, kernel_scale, scale_13)
 
 
@@ -167,19 +169,21 @@ def _scatter_backward(
     schedule = plan.schedule("all_gather_matmul")
     rows_per_piece = schedule.piece_rows(x_BRK.shape[1])
     # With a plan: dy is the gathered operand in this direction.
-    dy_scale = _scale(dy_BRN, scale_13, 0, 2, plan)
-    x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
+    dy_scale = _scale(dy_BRN, scale_13, 0, "gradient", plan)
+    x8_BRK, kernel8_KN = quantise(x_BRK, x_scale, FORWARD), quantise(kernel_KN, kernel_scale, FORWARD)
 
-    def visit(carry: tuple[Array, Array], number: Array, dy8: Array) -> tuple[Array, Array]:
+    def visit(carry: tuple[Array, Array], piece: Array, dy8: Array) -> tuple[Array, Array]:
         dx, total = carry
-        dy = restored(dy8, dy_scale, dtype)
+        dy = dequantise(dy8, dy_scale, dtype)
         # dx rows are complete here (each rank has its own columns), so they are rounded right away.
-        dx = put(dx, number, _dot_back(dy, restored(kernel8_KN, kernel_scale, dtype)).astype(dtype))
-        return dx, total + _kernel_part(restored(rows_of(x8_BRK, number, rows_per_piece), x_scale, dtype), dy)
+        dx = put(dx, piece, _dot_back(dy, dequantise(kernel8_KN, kernel_scale, dtype)).astype(dtype))
+        return dx, total + _kernel_part(
+            dequantise(rows_of(x8_BRK, piece, rows_per_piece), x_scale, dtype), dy
+        )
 
     # Rows of dx are each written once; the kernel's gradient is a sum over pieces and starts at 0.
     start = jax.lax.empty(x_BRK.shape, dtype), jnp.zeros(kernel_KN.shape, jnp.float32)
-    dx_BRK, total = gather(schedule, plan.axis_name, quantised(dy_BRN, dy_scale, GRADIENT), visit, start)
+    dx_BRK, total = gather(schedule, plan.axis_name, quantise(dy_BRN, dy_scale, GRADIENT), visit, start)
     return dx_BRK, total.astype(kernel_KN.dtype), *_of_scales(scale_13, x_BRK, (kernel_KN,), (dy_BRN,))
 
 
@@ -187,9 +191,13 @@ matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _scale(
-    x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapPlan | None = None
+    x: Array,
+    scale_G3: PerKernel,
+    kernel: int,
+    role: Literal["x", "kernel", "gradient"],
+    plan: OverlapPlan | None = None,
 ) -> Float[Array, ""]:
-    """Scale of the tensor in `history.ROLES[role]` (0 x, 1 kernel, 2 gradient), a power of two.
+    """Scale of the tensor in a role of `history.ROLES`, a power of two.
 
     Args:
       x: the tensor.
@@ -199,11 +207,11 @@ def _scale(
     """
     # Delayed scaling: the scale is known before the tensor is, and is already the same on all ranks.
     if scale_G3 is not None:
-        return scale_G3[kernel, role]
+        return scale_G3[kernel, ROLES.index(role)]
     amax = largest(x)
     if plan is not None:
         amax = jax.lax.pmax(amax, plan.axis_name)
-    return scale_of(amax, GRADIENT if role == 2 else FORWARD)
+    return scale_of(amax, GRADIENT if role == "gradient" else FORWARD)
 
 
 def _of_scales(
