@@ -21,12 +21,12 @@ from collections.abc import Iterator
 
 from jtrain.bench import Options, Row, option, row
 from jtrain.config.load import for_devices, load_config
-from jtrain.config.run import Run, build_run
+from jtrain.config.run import Run, build_run, build_run_optimizer
 from jtrain.hlo import traffic
 from jtrain.hlo.scopes import scope_mark
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.compile.two_streams import rates_of, two_streams
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain_kernels.cost import ATTENTION, BACKWARD_FLOPS
 from jtrain_kernels.device import from_name
 
@@ -98,7 +98,9 @@ def mixture_step(device: str) -> CompiledStep:
       UserError: the compiler is not installed.
     """
     built = mixture_run()
-    return compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
+    return compile_step(
+        plan_job(built), build_run_optimizer(built), devices=topology_devices(TOPOLOGIES[device])
+    )
 
 
 def exchange_rows(device: str) -> Iterator[Row]:
@@ -132,7 +134,7 @@ def compiled_rows(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row
     job = plan_job(built)
     options = IN_CUBLAS if sets == IN_8_BITS else {}
     devices = topology_devices(TOPOLOGIES[device])
-    program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
+    program = compile_step(job, build_run_optimizer(built), devices=devices, compiler_options=options)
     network_traffic = traffic.overlap(program.traffic)
     # The rates of the plan: nothing is measured.
     rates = rates_of(from_name(device), DEVICES)

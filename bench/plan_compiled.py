@@ -17,13 +17,13 @@ from typing import Literal
 
 from jtrain.bench import Options, Row, option, row
 from jtrain.config.load import for_devices, load_config
-from jtrain.config.run import Run, build_run
+from jtrain.config.run import Run, build_run, build_run_optimizer
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.compile.compiled_waits import compiled_timeline
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain.plan.job import Job
 
 type Chip = Literal["h200", "v5p"]
@@ -181,7 +181,7 @@ def compiled_figures(program: PlannedProgram) -> Figures:
     Raises:
       UserError: the compiler is not installed.
     """
-    job, optimizer = program_job(program), make_optimizer(program_run(program))
+    job, optimizer = program_job(program), build_run_optimizer(program_run(program))
     devices, options = topology_devices(TOPOLOGIES[program.chip]), COMPILER_OPTIONS[program.chip]
     # The plan's job with the plan's options: both describe one program.
     step = compile_step(job, optimizer, devices=devices, compiler_options=options)

@@ -24,20 +24,20 @@ BUGS = BUGS_OF_MODELS | {
     # A batch whose rows are all alike hides these: the wrong microbatch, group, or row.
     "stages: backward passes with positions and documents of the forward pass": Bug(
         "jtrain/step/pipelined.py",
-        "self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])",
-        "self._shared(parts, row_F[Field.FORWARD_MICROBATCH])",
+        "self._shared(parts, row_F[TickColumn.BACKWARD_MICROBATCH])",
+        "self._shared(parts, row_F[TickColumn.FORWARD_MICROBATCH])",
         STAGES,
     ),
     "stages: targets of the worker's own forward pass": Bug(
         "jtrain/step/pipelined.py",
-        "microbatch = row_F[Field.HEAD_MICROBATCH]\n            nats_part",
-        "microbatch = row_F[Field.FORWARD_MICROBATCH]\n            nats_part",
+        "microbatch = row_F[TickColumn.HEAD_MICROBATCH]\n            nats_part",
+        "microbatch = row_F[TickColumn.FORWARD_MICROBATCH]\n            nats_part",
         STAGES,
     ),
     "stages: the embedding's gradient for the tokens that enter": Bug(
         "jtrain/step/pipelined.py",
-        "microbatch = row_F[Field.EMBED_GRADIENT_MICROBATCH]",
-        "microbatch = row_F[Field.EMBED_MICROBATCH]",
+        "microbatch = row_F[TickColumn.EMBED_GRADIENT_MICROBATCH]",
+        "microbatch = row_F[TickColumn.EMBED_MICROBATCH]",
         STAGES,
     ),
     "stages: evaluation with the first microbatch's targets": Bug(
@@ -48,8 +48,8 @@ BUGS = BUGS_OF_MODELS | {
     ),
     "stages: gradients of weights from the stash that is being filled": Bug(
         "jtrain/step/pipelined.py",
-        "chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]",
-        "chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.BACKWARD_STASH]",
+        "chunk, stash = row_F[TickColumn.WEIGHT_CHUNK], row_F[TickColumn.WEIGHT_STASH]",
+        "chunk, stash = row_F[TickColumn.WEIGHT_CHUNK], row_F[TickColumn.BACKWARD_STASH]",
         SPLIT_BACKWARD,
     ),
     "stages: what a worker computes without a microbatch goes into a slot": Bug(

@@ -20,6 +20,7 @@ ROWS = (
     ("data", "model", "optim", "profile", "checkpoint", "supervise"),
     ("step",),
     ("config",),
+    ("step_comparison",),  # runs the steps of a `Run`, for proofs and checks
     ("plan", "hf"),
     ("train",),
     ("check",),

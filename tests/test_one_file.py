@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.data import open_dataset, put_batch
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.mesh import make_mesh
 from jtrain.model.param import init_params
-from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_eval_step, make_train_step
 from jtrain.telemetry import metrics
@@ -144,7 +143,11 @@ def test_the_program_has_the_losses_of_jtrain(
     losses = losses_of(capsys.readouterr().out)
 
     run = tiny("mesh.data=1", *(f"{path}={value}" for path, value in FIELDS.items()))
-    mesh, layout, optimizer = make_mesh(run.mesh, jax.devices()[:1]), run_layout(run), make_optimizer(run)
+    mesh, layout, optimizer = (
+        make_mesh(run.mesh, jax.devices()[:1]),
+        run_layout(run),
+        build_run_optimizer(run),
+    )
     step, evaluate = (
         make_train_step(run.model, optimizer, layout, mesh),
         make_eval_step(run.model, layout, mesh),

@@ -227,14 +227,14 @@ def optimizer_of(job: Job) -> Optimizer:
 def tokens_per_s(built: "Run", num_steps: int) -> float:
     """Tokens/s of a config's step on one device."""
     from jtrain.config.run import run_layout
-    from jtrain.plan.from_run import make_optimizer
+    from jtrain.plan.from_run import build_run_optimizer
 
     # One device: the config's data axis may be larger.
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     return step_rate(
         built.model,
         layout,
-        make_optimizer(built),
+        build_run_optimizer(built),
         global_batch=built.data.global_batch,
         seq_len=built.data.seq_len,
         num_steps=num_steps,

@@ -33,12 +33,11 @@ from jtrain.bench import Options, Row, option, row
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.data import open_dataset, put_batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer, optimizer
-from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.platform import keep_freed_memory
 from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
@@ -170,7 +169,7 @@ def _steps(sets: tuple[str, ...]) -> _Steps:
     built = build_run(config)
     mesh = make_mesh(built.mesh, devices)
     batch = put_batch(next(open_dataset(built.data, seed=0).train_batches()), mesh)
-    return _Steps(built, mesh, run_layout(built), make_optimizer(built), batch)
+    return _Steps(built, mesh, run_layout(built), build_run_optimizer(built), batch)
 
 
 def _time_in_turns(steps: _Steps, pairs: int) -> list[np.ndarray]:

@@ -13,10 +13,9 @@ from jtrain.bench import Options, Row, option, row
 from jtrain.config import tree
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.data import open_dataset, put_batch
 from jtrain.layout.mesh import make_mesh
-from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics import FILE, read
@@ -65,7 +64,7 @@ def run(args: Options) -> list[Row]:
 def bare_tokens_per_s(built: Run, num_steps: int) -> float:
     """The jitted step on one batch that is already there, results read once at the end."""
     mesh = make_mesh(built.mesh, jax.devices())
-    layout, optimizer = run_layout(built), make_optimizer(built)
+    layout, optimizer = run_layout(built), build_run_optimizer(built)
     step = make_train_step(built.model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=built.seed)
     batch = put_batch(next(open_dataset(built.data, seed=built.seed).train_batches()), mesh)

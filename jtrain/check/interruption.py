@@ -15,9 +15,8 @@ import numpy as np
 from jtrain.check.lines import Differs
 from jtrain.check.small_run import STEPS
 from jtrain.checkpoint.restoring import restore
-from jtrain.config.run import Run, run_layout
+from jtrain.config.run import Run, build_run_optimizer, run_layout
 from jtrain.layout.mesh import make_mesh
-from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.step.state import abstract_state, without_base
 from jtrain.telemetry.metrics import FILE
@@ -76,7 +75,7 @@ def resume_is_unbroken(run: Run, config_text: str, scratch: Path) -> str:
                     f"{name} of step {step}: {got.get(step, {}).get(name)} after a stop at step "
                     f"{STEPS // 2}, {want[step][name]} without"
                 )
-    layout, optimizer = run_layout(run), make_optimizer(run)
+    layout, optimizer = run_layout(run), build_run_optimizer(run)
     mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
     # A checkpoint of an adapter holds the hash of its base, which is in the state, and not the base.
     like = without_base(layout, abstract_state(layout, optimizer, mesh))

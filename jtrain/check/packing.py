@@ -14,7 +14,6 @@ from flax.traverse_util import flatten_dict
 from jtrain.check.lines import Differs, DoesNotApply
 from jtrain.check.records import Sample, SampleArrays, one_by_one
 from jtrain.check.rounding import MARGIN, RUNS, Worst, largest, moved
-from jtrain.config.course import GRADIENT, LOSS
 from jtrain.errors import UserError
 from jtrain.hf.directory import write_directory
 from jtrain.hf.mapping import from_hf
@@ -27,6 +26,7 @@ from jtrain.model.param import Params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.step.objective import Objective, ObjectiveSpec
+from jtrain.step_comparison.comparable_run import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +134,12 @@ def packed_is_alone(
         # What weights of another ulp change: rounding that packing may change as well.
         runs = [device.sums(sample, moved(device.params, seed)) for seed in range(RUNS)]
         spread = np.max([np.abs(run.nats - packed.nats) for run in runs], axis=0)
-        bounds = LOSS * np.abs(alone.nats) + MARGIN * spread
+        bounds = LOSS_TOLERANCE * np.abs(alone.nats) + MARGIN * spread
         _check_nats(sample, "packed", packed.nats, alone.nats, bounds)
         noise = largest([run.gradients for run in runs], packed.gradients)
         for path, gradient in alone.gradients.items():
             difference = float(np.abs(packed.gradients[path] - gradient).max(initial=0.0))
-            bound = GRADIENT * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
+            bound = GRADIENT_TOLERANCE * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
             worst.add(f"gradient of {path}", difference, bound)
         worst.refuse()
         # The train step and the evaluation were run on the first batch alone.
@@ -149,7 +149,7 @@ def packed_is_alone(
             # Of pairs it is that of their own lines.
             if isinstance(objective, ObjectiveSpec):
                 loss, spread_of_loss = (_mean(objective, sample, nats) for nats in (alone.nats, spread))
-                bound = LOSS * loss + MARGIN * spread_of_loss
+                bound = LOSS_TOLERANCE * loss + MARGIN * spread_of_loss
                 worst.add("loss of the train step", abs(first_loss - loss), bound)
                 worst.refuse()
         num_pieces += len(sample.pieces)
@@ -228,7 +228,7 @@ def export_is_import(device: OneDevice, sample: Sample, *, begin_id: int, end_id
     spread = max(
         np.abs(device.logits(sample.arrays, moved(device.params, s)) - logits_BLV).max() for s in range(RUNS)
     )
-    bound = LOSS * float(np.abs(logits_BLV).max()) + MARGIN * float(spread)
+    bound = LOSS_TOLERANCE * float(np.abs(logits_BLV).max()) + MARGIN * float(spread)
     for piece in sample.pieces:
         difference = float(np.abs(piece.of(logits_BLV) - piece.of(theirs_BLV)).max())
         if not difference <= bound:

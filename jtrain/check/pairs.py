@@ -18,21 +18,26 @@ from jtrain.check.layouts import LayoutReference
 from jtrain.check.lines import Differs, DoesNotApply
 from jtrain.check.records import REFERENCE, Piece, Sample, one_by_one
 from jtrain.check.rounding import MARGIN, RUNS, Worst, largest, moved
-from jtrain.config.course import GRADIENT, LOSS, Course, Trainer
 from jtrain.data.references import StoredReferences, sums_of_samples
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
 from jtrain.step.objective import DPO, Objective
+from jtrain.step_comparison.comparable_run import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    ComparableRun,
+    RunResults,
+)
 
 FIRST_LOSS = 1e-6
 """Largest relative difference of the first loss."""
 
 
-def with_stored_reference(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
+def with_stored_reference(comparable: ComparableRun, samples: Sequence[Sample]) -> list[Sample]:
     """The same batches with what the small run's first weights say of their pairs, as a file would store it."""
     out = []
     for sample in samples:
-        nats_BL = trainer.evaluate(sample.arrays)
+        nats_BL = comparable.evaluate(sample.arrays)
         ids = sample.ids
         stored = StoredReferences(sums_of_samples(nats_BL, *ids), name="the small run")
         reference_BL = stored.at_targets(*ids, np.arange(nats_BL.shape[1]))
@@ -52,18 +57,18 @@ def first_loss_is_ln_2(reference: LayoutReference, objective: Objective) -> str:
     if objective.reference == "none":
         raise DoesNotApply("objective.reference=none: the loss begins with what the model prefers")
     expected = loss_of_differences(objective, np.zeros(1))[0]
-    sample, loss = reference.samples[0], reference.course.losses[0]
+    sample, loss = reference.samples[0], reference.results.losses[0]
     if not abs(loss / expected - 1) <= FIRST_LOSS:
         raise Differs(f"the loss of step 1 is {loss:.7g}, and of no preference {expected:.7g}")
-    units = _pairs_with_targets(sample)
-    for alone, numbers in one_by_one(sample, units):
-        loss = reference.trainer.train([alone.arrays], reference.first_state).losses[0]
+    pairs = _pairs_with_targets(sample)
+    for alone, numbers in one_by_one(sample, pairs):
+        loss = reference.comparable.train([alone.arrays], reference.first_state).losses[0]
         if not abs(loss / expected - 1) <= FIRST_LOSS:
             raise Differs(
                 f"the loss is {loss:.7g} of pairs alone, and of no preference {expected:.7g}; first record "
-                f"of them: {units[numbers[0]][0].place}"
+                f"of them: {pairs[numbers[0]][0].place}"
             )
-    return f"{expected:.6f} of {len(units)} pairs within {FIRST_LOSS:.0e}, packed and alone"
+    return f"{expected:.6f} of {len(pairs)} pairs within {FIRST_LOSS:.0e}, packed and alone"
 
 
 def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
@@ -76,70 +81,80 @@ def loss_is_formula(reference: LayoutReference, objective: Objective) -> str:
       Differs: names the loss with the pair that differs most, or the tensor.
     """
     assert isinstance(objective, DPO)
-    trainer, sample = reference.trainer, reference.samples[0]
-    units = _pairs_with_targets(sample)
-    trained = dataclasses.replace(reference.first_state, params=reference.course.last_params)
-    courses = [trainer.train([sample.arrays], trained, evaluates=True)] + [
-        trainer.train(
+    comparable, sample = reference.comparable, reference.samples[0]
+    pairs = _pairs_with_targets(sample)
+    trained = dataclasses.replace(reference.first_state, params=reference.results.last_params)
+    results_of_runs = [comparable.train([sample.arrays], trained, evaluates=True)] + [
+        comparable.train(
             [sample.arrays],
             dataclasses.replace(trained, params=moved(trained.params, seed)),
             evaluates=True,
         )
         for seed in range(RUNS)
     ]
-    first_nats_BL = None if objective.reference == "none" else reference.course.nats_BL
+    reference_nats_BL = None if objective.reference == "none" else reference.results.nats_BL
     losses = np.asarray(
         [
-            np.mean(loss_of_differences(objective, _preferences(objective, units, sample, c, first_nats_BL)))
-            for c in courses
+            np.mean(
+                loss_of_differences(objective, _preferences(objective, pairs, sample, c, reference_nats_BL))
+            )
+            for c in results_of_runs
         ]
     )
-    packed, expected = courses[0], float(losses[0])
+    packed, expected = results_of_runs[0], float(losses[0])
     worst = Worst()
-    bound = LOSS * abs(expected) + MARGIN * float(np.abs(losses - expected).max())
+    bound = LOSS_TOLERANCE * abs(expected) + MARGIN * float(np.abs(losses - expected).max())
     worst.add("loss of pairs at trained weights", abs(packed.losses[0] - expected), bound)
     untrained = loss_of_differences(objective, np.zeros(1))[0]
     if objective.reference != "none" and not abs(expected - untrained) > 10 * bound:
-        raise Differs(f"the loss is {expected:.7g} before and after {len(reference.course.losses)} updates")
+        raise Differs(f"the loss is {expected:.7g} before and after {len(reference.results.losses)} updates")
     worst.refuse()
     total: dict[str, Any] = {}
-    for alone, numbers in one_by_one(sample, units):
-        gradients = _gradients(trainer, trainer.train([alone.arrays], trained))
-        total = {path: total.get(path, 0) + len(numbers) / len(units) * g for path, g in gradients.items()}
-    base, *runs = (_gradients(trainer, course) for course in courses)
+    for alone, numbers in one_by_one(sample, pairs):
+        gradients = _gradients(comparable, comparable.train([alone.arrays], trained))
+        total = {path: total.get(path, 0) + len(numbers) / len(pairs) * g for path, g in gradients.items()}
+    base, *runs = (_gradients(comparable, results) for results in results_of_runs)
     noise = largest(runs, base)
     for path, gradient in total.items():
-        bound = GRADIENT * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
+        bound = GRADIENT_TOLERANCE * float(np.abs(gradient).max(initial=0.0)) + MARGIN * noise[path]
         worst.add(f"gradient of {path}", float(np.abs(base[path] - gradient).max(initial=0.0)), bound)
     worst.refuse()
-    return f"{len(units)} pairs, {packed.losses[0]:.6f} after 2 updates, and gradients of each alone; {worst.text}"
+    return f"{len(pairs)} pairs, {packed.losses[0]:.6f} after 2 updates, and gradients of each alone; {worst.text}"
 
 
 def _pairs_with_targets(sample: Sample) -> list[tuple[Piece, ...]]:
     """Pairs of which both texts have targets: others have no loss."""
     target_BL = sample.arrays["target_BL"]
-    units = [unit for unit in sample.units if all((piece.of(target_BL) != IGNORE).any() for piece in unit)]
-    if not units:
+    pairs = [pair for pair in sample.units if all((piece.of(target_BL) != IGNORE).any() for piece in pair)]
+    if not pairs:
         raise UserError(
             "no pair of the small batch has a target in both of its texts: every answer is longer."
         )
-    return units
+    return pairs
 
 
 def _preferences(
-    objective: DPO, units: Sequence[Sequence[Piece]], sample: Sample, course: Course, first_nats_BL: Any
+    objective: DPO,
+    pairs: Sequence[Sequence[Piece]],
+    sample: Sample,
+    results: RunResults,
+    reference_nats_BL: Any,
 ) -> np.ndarray:
-    """Difference of the scores of both texts of each pair, in float64."""
-    nats_BL = course.nats_BL
+    """Better minus worse of `log p(trained) - log p(reference)`, one number for each pair, in float64.
+
+    Scores are sums over a text's targets with the form `sigmoid`, and their means with every other form.
+    Without a reference log p(trained) stands alone.
+    """
+    nats_BL = results.nats_BL
     assert nats_BL is not None
     target_BL = sample.arrays["target_BL"]
     out = []
-    for unit in units:
+    for pair in pairs:
         scores = []
-        for piece in sorted(unit, key=lambda piece: piece.side or 0):
+        for piece in sorted(pair, key=lambda piece: piece.side or 0):
             is_target = piece.of(target_BL) != IGNORE
             nats = piece.of(nats_BL).astype(np.float64) - (
-                0.0 if first_nats_BL is None else piece.of(first_nats_BL).astype(np.float64)
+                0.0 if reference_nats_BL is None else piece.of(reference_nats_BL).astype(np.float64)
             )
             score = -float(nats[is_target].sum())
             scores.append(score if objective.form == "sigmoid" else score / int(is_target.sum()))
@@ -154,13 +169,13 @@ def loss_of_differences(objective: DPO, difference: np.ndarray) -> np.ndarray:
     return np.logaddexp(0.0, objective.margin - objective.beta * difference)
 
 
-def _gradients(trainer: Trainer, course: Course) -> dict[str, np.ndarray]:
+def _gradients(comparable: ComparableRun, results: RunResults) -> dict[str, np.ndarray]:
     """First moments of the first step by path, without the factor by which its gradient was clipped."""
-    clip = trainer.optimizer.spec.clip_norm
-    factor = 1.0 if clip is None else max(1.0, course.norms[0] / clip)
+    clip = comparable.optimizer.spec.clip_norm
+    factor = 1.0 if clip is None else max(1.0, results.norms[0] / clip)
     assert math.isfinite(factor)
     return {
         path: moment.astype(np.float64) * factor
-        for path, moment in course.moments.items()
+        for path, moment in results.moments.items()
         if path.startswith("mu ")
     }

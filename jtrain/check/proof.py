@@ -29,13 +29,13 @@ from jtrain.check.sampled import learned_is_sampled, targets_are_never_zero
 from jtrain.check.small_run import SmallRuns, axes_in_use, small_data
 from jtrain.check.stored import check_stored, with_made_up_teacher
 from jtrain.config import tree
-from jtrain.config.course import Trainer
 from jtrain.config.run import Run, build_run, check_vocabulary
 from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
 from jtrain.model.adapters.adapted_kernel import without_adapter
 from jtrain.model.adapters.block_quantization import without_blocks
 from jtrain.step.objective import DPO, Distillation
+from jtrain.step_comparison.comparable_run import ComparableRun
 
 ROWS, LONG_ROWS, LONG_COLUMNS = 16, 8, 256
 """Rows of a small batch, and of one with more columns: eight devices have two or one of them."""
@@ -152,12 +152,12 @@ class RunCheck:
     @functools.cached_property
     def reference(self) -> LayoutReference:
         """Updates of one device, on the cut batch and then on the other one."""
-        samples, trainer = self.samples[0], Trainer(self.plain)
+        samples, comparable = self.samples[0], ComparableRun(self.plain)
         if isinstance(self.run.objective, DPO) and self.run.objective.reference == "stored":
-            samples = with_stored_reference(trainer, samples)
+            samples = with_stored_reference(comparable, samples)
         if isinstance(self.plain.objective, Distillation):
             samples = with_made_up_teacher(self.plain.objective, self.plain.model.vocab_size, samples)
-        return LayoutReference(trainer, samples)
+        return LayoutReference(comparable, samples)
 
     @functools.cached_property
     def device(self) -> OneDevice:
@@ -177,10 +177,10 @@ class RunCheck:
         # First: it computes nothing.
         for sample in self.samples[0]:
             check_positions(sample)
-        course = self.reference.course
-        assert course.nats_BL is not None
+        results = self.reference.results
+        assert results.nats_BL is not None
         samples = self.samples[0]
-        return packed_is_alone(self.device, samples, self.run.objective, course.losses[0], course.nats_BL)
+        return packed_is_alone(self.device, samples, self.run.objective, results.losses[0], results.nats_BL)
 
     def _layouts(self) -> Proofs:
         """A line for as many axes in use together as there are devices for, and one for each axis."""

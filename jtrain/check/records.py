@@ -20,6 +20,9 @@ type SampleArrays = dict[str, Any]
 REFERENCE = "reference_BL"
 """Array of what a stored reference says of pairs, float32."""
 
+BETTER, WORSE = 0, 1
+"""Sides of a pair, in the order in which their texts lie in a row."""
+
 CUTS = 3
 """Most places at which `cut_rows` ends a document within a row."""
 
@@ -29,7 +32,7 @@ class Piece:
     """Part of a record in a row: columns `start` to `end` - 1.
 
     name: source and `file:number` of the record, and which text of a pair.
-    side: 0 for the better text of a pair, 1 for the worse one; None for what is no pair.
+    side: BETTER or WORSE text of a pair; None for what is no pair.
     """
 
     row: int
@@ -121,14 +124,15 @@ def texts_of_pair(pair: Piece, segment_BL: np.ndarray) -> list[Piece]:
         raise Differs(f"the pair {pair.place} has {len(borders) + 1} segments, and two texts")
     border = pair.start + int(borders[0])
     return [
-        dataclasses.replace(pair, end=border, name=f"{pair.name} (better)", side=0),
-        dataclasses.replace(pair, start=border, name=f"{pair.name} (worse)", side=1),
+        dataclasses.replace(pair, end=border, name=f"{pair.name} (better)", side=BETTER),
+        dataclasses.replace(pair, start=border, name=f"{pair.name} (worse)", side=WORSE),
     ]
 
 
 def cut_pairs(sample: Sample, *, seed: int) -> Sample:
-    """The same pairs with shorter ends, one without a worse answer, an empty row and one without targets: as
-    `cut_rows`, but both texts of a pair stay beside each other.
+    """Copy of the batch with irregular pairs: texts cut by up to 3 tokens, one row empty, one row without
+    targets, and one pair whose worse text has no targets. As `cut_rows`, but both texts of a pair stay beside
+    each other.
     """
     rng = np.random.default_rng(seed)
     arrays = {name: np.zeros_like(array) for name, array in sample.arrays.items()}
@@ -152,7 +156,7 @@ def cut_pairs(sample: Sample, *, seed: int) -> Sample:
             part.of(arrays["token_BL"])[:] = source.of(sample.arrays["token_BL"])
             part.of(arrays["segment_BL"])[:] = sum(p.row == piece.row for p in pieces)
             part.of(arrays["position_BL"])[:] = np.arange(length)
-            if piece.row != unscored and not (number == one_sided and piece.side == 1):
+            if piece.row != unscored and not (number == one_sided and piece.side == WORSE):
                 target = source.of(sample.arrays["target_BL"]).copy()
                 # The last token of a text predicts nothing.
                 target[-1] = IGNORE

@@ -1,7 +1,7 @@
 """Bounds from measured rounding: one device runs again with weights that are an ulp or two larger or smaller.
 
 What such a run changes is what another order of sums may change. A difference of 10 times as much, and above
-the bounds that every layout keeps to in float32 (`jtrain.config.course`), is no rounding.
+the bounds that every layout keeps to in float32 (`jtrain.step_comparison.comparable_run`), is no rounding.
 """
 
 import dataclasses

@@ -47,10 +47,12 @@ def shrink_model(
     of each stays. Blocks of `model.last` are kinds of the pattern, and repeated if the model has some.
 
     Args:
-      columns: length of the small rows, and `share` what they are of the run's.
+      columns: length of a small row.
+      share: `columns` as a share of the run's data.seq_len.
       vocab_size: ids of the small model.
       periods: repetitions of the pattern.
-      block_inputs: width of a model whose matrices are in blocks; 0 for one without.
+      block_inputs: least width at which every shard of a frozen base in blocks has whole blocks; 0 without such
+        a base.
     """
     shrink = Shrink(model, share, IN_BLOCKS if block_inputs else 1)
     pattern, first = (
@@ -66,8 +68,8 @@ def shrink_model(
         d_model=width,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=min(model.head_dim, HEAD_DIM * shrink.times),
-        d_ff=min(model.d_ff, AT_MOST["d_ff"] * shrink.times),
+        head_dim=min(model.head_dim, HEAD_DIM * shrink.size_factor),
+        d_ff=min(model.d_ff, AT_MOST["d_ff"] * shrink.size_factor),
         vocab_size=vocab_size,
         pattern=pattern,
         first=first,
@@ -88,12 +90,12 @@ class Shrink:
     """Rule that makes the parts of one model small.
 
     share: length of the small rows, as a share of the run's.
-    times: factor of the small sizes.
+    size_factor: factor of the small sizes.
     """
 
     model: Transformer
     share: float
-    times: int = 1
+    size_factor: int = 1
 
     def positions(self, count: int) -> int:
         """A number of positions in shorter rows."""
@@ -118,13 +120,13 @@ class Shrink:
                 if field.name in OF_POSITIONS or isinstance(spec, QueryTemperature):
                     changes[field.name] = self.positions(value)
                 elif field.name in AT_MOST:
-                    changes[field.name] = min(value, AT_MOST[field.name] * self.times)
+                    changes[field.name] = min(value, AT_MOST[field.name] * self.size_factor)
         return dataclasses.replace(spec, **changes | self._counts(spec) | self._scale(spec))
 
     def _counts(self, spec: Any) -> dict[str, int]:
         """Numbers of heads, groups and experts, which must divide each other."""
         if isinstance(spec, MoESpec):
-            return _experts(spec, self.times)
+            return _experts(spec, self.size_factor)
         changes: dict[str, int] = {}
         if getattr(spec, "num_heads", None) is not None:
             kv_field = "num_key_heads" if hasattr(spec, "num_key_heads") else "num_kv_heads"
@@ -144,10 +146,10 @@ class Shrink:
         if not isinstance(spec, AttentionSpec) or spec.scale is None:
             return {}
         size = spec.head_dim or self.model.head_dim
-        return {"scale": spec.scale * (size / min(size, HEAD_DIM * self.times)) ** 0.5}
+        return {"scale": spec.scale * (size / min(size, HEAD_DIM * self.size_factor)) ** 0.5}
 
 
-def _experts(spec: MoESpec, times: int) -> dict[str, int]:
+def _experts(spec: MoESpec, size_factor: int) -> dict[str, int]:
     """Eight experts of which a token has a few, in groups if there are groups."""
     num_experts, num_groups = min(spec.num_experts, 8), min(spec.num_groups, 4)
     top_groups = num_groups if spec.top_groups == spec.num_groups else min(spec.top_groups, 2)
@@ -157,5 +159,5 @@ def _experts(spec: MoESpec, times: int) -> dict[str, int]:
         num_groups=num_groups,
         top_groups=top_groups,
         top_k=top_k,
-        **({} if spec.d_ff is None else {"d_ff": min(spec.d_ff, 32 * times)}),
+        **({} if spec.d_ff is None else {"d_ff": min(spec.d_ff, 32 * size_factor)}),
     )

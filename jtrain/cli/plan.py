@@ -23,7 +23,7 @@ from jtrain.runtime.platform import use_unified_memory
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jtrain.config.run import Run
+    from jtrain.config.run import Run, build_run_optimizer
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search_task import Point, SearchTask
 
@@ -91,7 +91,6 @@ def compile_point(run: "Run", point: "Point") -> Any:
     """
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.compile.topology import topology_of
-    from jtrain.plan.from_run import make_optimizer
     from jtrain_kernels.compile_only.targets import TARGETS, TPUS
 
     machine = point.job.machine
@@ -103,7 +102,7 @@ def compile_point(run: "Run", point: "Point") -> Any:
             f"{', '.join((*TARGETS, *TPUS))}. Leave --compile out."
         )
     devices = topology_devices(topology_of(machine.device, machine.count))
-    return compile_step(point.job, make_optimizer(run), devices=devices)
+    return compile_step(point.job, build_run_optimizer(run), devices=devices)
 
 
 def sheet_of(

@@ -30,7 +30,7 @@ from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names, saveable
 from jtrain.model.transformer import Transformer
-from jtrain.optim import AdamW, Muon, check_layout
+from jtrain.optim import AdamW, Muon, Optimizer, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
@@ -201,6 +201,12 @@ def run_layout(run: Run) -> Layout:
     return make_layout(run.layout, run.mesh, run.param_infos(), **run.components_of_layout)
 
 
+def build_run_optimizer(run: Run) -> Optimizer:
+    """Returns the optimizer of a run, bound to its number of steps and its parameters."""
+    params = map_params(lambda info: info, run.param_infos())
+    return build_optimizer(run.optimizer, num_steps=run.num_steps, params=params)
+
+
 def validate(run: Run) -> None:
     """Checks that the components of a run fit each other.
 
@@ -225,9 +231,7 @@ def validate(run: Run) -> None:
     registry.check(dict(run.kernels))
     check_layout(run.optimizer, layout)
     # Built and thrown away: it checks its own fields.
-    build_optimizer(
-        run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.param_infos())
-    )
+    build_run_optimizer(run)
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if layout.pipeline is not None:
         counts_of(layout)  # refuses numbers that the schedule cannot have

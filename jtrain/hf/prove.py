@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.config.course import GRADIENT, LOSS, BatchArrays, Course, Trainer
 from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError, first_few
@@ -33,6 +32,13 @@ from jtrain.model.forward_placement import single_device
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
+from jtrain.step_comparison.comparable_run import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    BatchArrays,
+    ComparableRun,
+    RunResults,
+)
 
 PEER = 1e-5
 """Largest relative difference from transformers: of logits to the largest one, of a gradient to its norm."""
@@ -198,22 +204,22 @@ def against_one_device(
     layouts: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = LAYOUTS,
 ) -> Iterator[Check]:
     """Compares the first step of every layout with that of one device."""
-    trainer = Trainer(_run(model, arrays, {}, {}))
-    first_state = trainer.first_state(params)
-    want = trainer.train([arrays], first_state)
+    comparable = ComparableRun(_run(model, arrays, {}, {}))
+    first_state = comparable.first_state(params)
+    want = comparable.train([arrays], first_state)
     for name, (axes, fields) in layouts.items():
         try:
             run = _run(model, arrays, axes, fields)
             validate(run)
-            got = Trainer(run).train([arrays], first_state)
+            got = ComparableRun(run).train([arrays], first_state)
         except UserError as error:
             yield Check(name, "refused", None, 0.0, str(error))
             continue
         yield from _compare(name, got, want)
 
 
-def _compare(name: str, got: Course, want: Course) -> Iterator[Check]:
-    yield Check(name, "loss", abs(got.losses[0] / want.losses[0] - 1), LOSS)
+def _compare(name: str, got: RunResults, want: RunResults) -> Iterator[Check]:
+    yield Check(name, "loss", abs(got.losses[0] / want.losses[0] - 1), LOSS_TOLERANCE)
     moments = {path: mu for path, mu in want.moments.items() if path.startswith("mu ")}
     largest = {path: float(np.abs(mu).max()) for path, mu in moments.items()}
     floor = SMALL * max(largest.values())
@@ -222,7 +228,7 @@ def _compare(name: str, got: Course, want: Course) -> Iterator[Check]:
         for path, mu in moments.items()
     }
     worst = _worst(differences)
-    yield Check(name, "gradients", differences[worst], GRADIENT, worst.removeprefix("mu "))
+    yield Check(name, "gradients", differences[worst], GRADIENT_TOLERANCE, worst.removeprefix("mu "))
 
 
 def _worst(differences: dict[str, float]) -> str:

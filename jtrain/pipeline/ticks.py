@@ -1,7 +1,7 @@
 """Schedules lowered to one table of integers that a single SPMD program scans; `tick_grid.py` says what is in
 a tick.
 
-`Ticks.table` is int32 [T, P, len(Field)]; worker p scans table[:, p]. NONE (-1) means that there is nothing
+`Ticks.table` is int32 [T, P, len(TickColumn)]; worker p scans table[:, p]. NONE (-1) means that there is nothing
 to do. Each worker has three arrays of slots, `num_inputs`, `num_cotangents` and `num_stashes` long, the same
 on all workers. One tick, in this order:
 
@@ -80,7 +80,7 @@ class TickOps(NamedTuple):
     weight: StageOp | None = None
 
 
-class Field(enum.IntEnum):
+class TickColumn(enum.IntEnum):
     """Columns of the table. Chunks count from 0 on each worker; slots are indices of its three arrays."""
 
     EMBED_MICROBATCH = 0
@@ -109,21 +109,21 @@ class Field(enum.IntEnum):
     ARRIVING_COTANGENT_WRAP = 22
 
 
-def arriving_input(hop: StageHop) -> Field:
+def arriving_input(hop: StageHop) -> TickColumn:
     """The column of the input slot that is filled over `hop`."""
-    return Field(Field.ARRIVING_INPUT_DOWN + hop)
+    return TickColumn(TickColumn.ARRIVING_INPUT_DOWN + hop)
 
 
-def arriving_cotangent(hop: StageHop) -> Field:
+def arriving_cotangent(hop: StageHop) -> TickColumn:
     """The column of the cotangent slot that is filled over `hop`."""
-    return Field(Field.ARRIVING_COTANGENT_DOWN + hop)
+    return TickColumn(TickColumn.ARRIVING_COTANGENT_DOWN + hop)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
     """A schedule in ticks.
 
-    table: the operations with slots and ways, int32 [T, P, len(Field)]; see the module's documentation.
+    table: the operations with slots and ways, int32 [T, P, len(TickColumn)]; see the module's documentation.
     inputs, cotangents, stashes: for each worker the largest number of slots in use at once.
     """
 
@@ -196,13 +196,13 @@ def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     # Slots first: 14 of the 23 columns of the table are slots.
     inputs, cotangents, stashes = (_assign(schedule, lives) for lives in grid.lives)
     # NONE everywhere, so that a column without work reads as nothing to do.
-    table = np.full((grid.num_ticks, schedule.stages, len(Field)), NONE, np.int32)
+    table = np.full((grid.num_ticks, schedule.stages, len(TickColumn)), NONE, np.int32)
     _fill_forward(grid, table, inputs.slots, cotangents.slots)
     _fill_backward(grid, table, inputs.slots, cotangents.slots, stashes.slots)
     tick, worker, stage, microbatch = _of_kind(grid, WEIGHT)
     # W has no input and no hop, so it is filled in here.
-    table[tick, worker, Field.WEIGHT_CHUNK] = stage // schedule.stages
-    table[tick, worker, Field.WEIGHT_STASH] = stashes.slots[stage, microbatch]
+    table[tick, worker, TickColumn.WEIGHT_CHUNK] = stage // schedule.stages
+    table[tick, worker, TickColumn.WEIGHT_STASH] = stashes.slots[stage, microbatch]
     return Ticks(grid, table, inputs.counts, cotangents.counts, stashes.counts)
 
 
@@ -248,16 +248,16 @@ def _fill_forward(
     """Writes forward passes, embeddings, losses and what arrives of activations."""
     schedule = grid.schedule
     tick, worker, stage, microbatch = _of_kind(grid, FORWARD)
-    table[tick, worker, Field.FORWARD_CHUNK] = stage // schedule.stages
-    table[tick, worker, Field.FORWARD_MICROBATCH] = microbatch
-    table[tick, worker, Field.FORWARD_INPUT] = inputs[stage, microbatch]
-    table[tick, worker, Field.FORWARD_EMBEDS] = stage == 0
+    table[tick, worker, TickColumn.FORWARD_CHUNK] = stage // schedule.stages
+    table[tick, worker, TickColumn.FORWARD_MICROBATCH] = microbatch
+    table[tick, worker, TickColumn.FORWARD_INPUT] = inputs[stage, microbatch]
+    table[tick, worker, TickColumn.FORWARD_EMBEDS] = stage == 0
     is_first, is_last = stage == 0, stage == schedule.virtual_stages - 1
     # On all workers, for the embedding is split over them; so is the head below.
-    table[tick[is_first], :, Field.EMBED_MICROBATCH] = microbatch[is_first, None]
-    table[tick[is_last], :, Field.HEAD_MICROBATCH] = microbatch[is_last, None]
+    table[tick[is_first], :, TickColumn.EMBED_MICROBATCH] = microbatch[is_first, None]
+    table[tick[is_last], :, TickColumn.HEAD_MICROBATCH] = microbatch[is_last, None]
     # The cotangent of the last virtual stage is the gradient of the loss.
-    table[tick[is_last], worker[is_last], Field.HEAD_COTANGENT] = cotangents[-1, microbatch[is_last]]
+    table[tick[is_last], worker[is_last], TickColumn.HEAD_COTANGENT] = cotangents[-1, microbatch[is_last]]
     for source in range(schedule.virtual_stages - 1):
         hop, is_source = schedule.activation_hop(source), stage == source
         assert hop is not None
@@ -273,15 +273,15 @@ def _fill_backward(
     schedule = grid.schedule
     tick, worker, stage, microbatch = _of_kind(grid, BACKWARD)
     # Each round of `stages` virtual stages gives every worker one chunk, in either placement.
-    table[tick, worker, Field.BACKWARD_CHUNK] = stage // schedule.stages
-    table[tick, worker, Field.BACKWARD_MICROBATCH] = microbatch
-    table[tick, worker, Field.BACKWARD_INPUT] = inputs[stage, microbatch]
-    table[tick, worker, Field.BACKWARD_COTANGENT] = cotangents[stage, microbatch]
+    table[tick, worker, TickColumn.BACKWARD_CHUNK] = stage // schedule.stages
+    table[tick, worker, TickColumn.BACKWARD_MICROBATCH] = microbatch
+    table[tick, worker, TickColumn.BACKWARD_INPUT] = inputs[stage, microbatch]
+    table[tick, worker, TickColumn.BACKWARD_COTANGENT] = cotangents[stage, microbatch]
     # NONE for a B, which leaves no stash.
-    table[tick, worker, Field.BACKWARD_STASH] = stashes[stage, microbatch]
+    table[tick, worker, TickColumn.BACKWARD_STASH] = stashes[stage, microbatch]
     is_first = stage == 0
     # dx of virtual stage 0 is the gradient of the embedded tokens.
-    table[tick[is_first], :, Field.EMBED_GRADIENT_MICROBATCH] = microbatch[is_first, None]
+    table[tick[is_first], :, TickColumn.EMBED_GRADIENT_MICROBATCH] = microbatch[is_first, None]
     # From 1 on: virtual stage 0 sends no cotangent.
     for source in range(1, schedule.virtual_stages):
         hop, is_source = schedule.cotangent_hop(source), stage == source

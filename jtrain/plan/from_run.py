@@ -1,4 +1,4 @@
-"""Planning values of a whole `Run`: its job, its search, its dry run, its built optimizer."""
+"""Planning values of a whole `Run`: its job, its search, its dry run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 
-from jtrain.config.run import Run, run_layout
+from jtrain.config.run import Run, build_run_optimizer, run_layout
 from jtrain.layout.layout import Layout, LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
-from jtrain.model.param import map_params
-from jtrain.optim import Optimizer, build
 from jtrain.plan.estimate.machine import Machine, machine_of
 from jtrain.plan.fit_check import available_bytes, check_fits_devices
 from jtrain.plan.job import Job
@@ -59,12 +57,7 @@ def compile_plan(run: Run, *, topology: str, devices: Sequence[jax.Device]) -> N
     """
     # The machine tells the platform, whose compiler decides what a step keeps in memory.
     job = plan_job(run, machine_of(devices))
-    print_plan(job, optimizer=make_optimizer(run), topology=topology, devices=devices)
+    print_plan(job, optimizer=build_run_optimizer(run), topology=topology, devices=devices)
     available = available_bytes(devices)
     if available is not None:
         check_fits_devices(job, devices, available=available)
-
-
-def make_optimizer(run: Run) -> Optimizer:
-    """The optimizer of a run, bound to its number of steps and its parameters."""
-    return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.param_infos()))

@@ -26,7 +26,7 @@ from jtrain.model.forward_placement import row_major
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.tick_grid import NONE
-from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.ticks import SCOPES, TickColumn, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.objective import LossScale
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import EndLayers, Ends
@@ -230,21 +230,21 @@ class Worker:
         """`inputs` with the embedding of the microbatch that enters the pipeline."""
 
         def embed(inputs: Array) -> Array:
-            x_BLD = self.end_layers.enter(trained, parts, row_F[Field.EMBED_MICROBATCH])
+            x_BLD = self.end_layers.enter(trained, parts, row_F[TickColumn.EMBED_MICROBATCH])
             # All workers compute the embedding, which sums over `stage`; one of them stores it.
-            slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
+            slot = jnp.where(row_F[TickColumn.FORWARD_EMBEDS] == 1, row_F[TickColumn.FORWARD_INPUT], NONE)
             return store(inputs, slot, x_BLD)
 
         # The column is the same on all workers, so a collective may lie in this branch.
-        return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
+        return jax.lax.cond(row_F[TickColumn.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
 
     def _forward(
         self, inputs: Array, layer_slots: LayerSlots, row_F: Array, parts: Batch
     ) -> tuple[Array, LayerSlots]:
-        chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
+        chunk, slot = row_F[TickColumn.FORWARD_CHUNK], row_F[TickColumn.FORWARD_INPUT]
 
         def forward(layer_slots: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
-            shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
+            shared = self._shared(parts, row_F[TickColumn.FORWARD_MICROBATCH])
             return self.chunks.forward(
                 ChunkPass(chunk, shared, slot, present=present), row_major(inputs[slot]), layer_slots
             )
@@ -257,11 +257,13 @@ class Worker:
             return self._compute_alone(chunk != NONE, forward, idle, layer_slots)
 
     def _apply_chunk(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
-        chunk = row_F[Field.FORWARD_CHUNK]
+        chunk = row_F[TickColumn.FORWARD_CHUNK]
 
         def forward(inputs: Array, _: Present) -> Array:
-            shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.apply(ChunkPass(chunk, shared), row_major(inputs[row_F[Field.FORWARD_INPUT]]))
+            shared = self._shared(parts, row_F[TickColumn.FORWARD_MICROBATCH])
+            return self.chunks.apply(
+                ChunkPass(chunk, shared), row_major(inputs[row_F[TickColumn.FORWARD_INPUT]])
+            )
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._compute_alone(
@@ -271,7 +273,7 @@ class Worker:
     def _evaluate_head(
         self, said: Any, y_BLD: Array, row_F: Array, head: Callable[[Array, Array], Any]
     ) -> Any:
-        microbatch = row_F[Field.HEAD_MICROBATCH]
+        microbatch = row_F[TickColumn.HEAD_MICROBATCH]
 
         def evaluate(said: Any) -> Any:
             return jax.tree.map(lambda slots, x: store(slots, microbatch, x), said, head(y_BLD, microbatch))
@@ -292,34 +294,38 @@ class Worker:
 
         def loss(head_sums: tuple[Array, Params, Array]) -> tuple[Array, Params, Array]:
             cotangents, end_grads, nats = head_sums
-            microbatch = row_F[Field.HEAD_MICROBATCH]
+            microbatch = row_F[TickColumn.HEAD_MICROBATCH]
             nats_part, grads, dy_BLD = self.end_layers.loss(trained, y_BLD, parts, microbatch, unit)
-            cotangents = store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
+            cotangents = store(cotangents, row_F[TickColumn.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(end_grads, grads), nats + nats_part
 
         # The column is the same on all workers: the loss sums over `stage`.
         return jax.lax.cond(
-            row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda head_sums: head_sums, head_sums
+            row_F[TickColumn.HEAD_MICROBATCH] != NONE, loss, lambda head_sums: head_sums, head_sums
         )
 
     def backward(
         self, cotangents: Array, layer_slots: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
     ) -> tuple[Array, LayerSlots, Gradients]:
         chunk, slot, stash = (
-            row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
+            row_F[field]
+            for field in (TickColumn.BACKWARD_CHUNK, TickColumn.BACKWARD_INPUT, TickColumn.BACKWARD_STASH)
         )
 
         def backward(
             accumulated: tuple[LayerSlots, Gradients], present: Present
         ) -> tuple[Array, LayerSlots, Gradients]:
-            shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
+            shared = self._shared(parts, row_F[TickColumn.BACKWARD_MICROBATCH])
             is_unsplit = stash == NONE
             # An unsplit pass writes its stash into the last slot, and reads it back in `add`.
             chunk_pass = ChunkPass(
                 chunk, shared, slot, jnp.where(is_unsplit, self.ticks.num_stashes, stash), present
             )
             outputs = self.chunks.backward(
-                chunk_pass, row_major(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
+                chunk_pass,
+                row_major(cotangents[row_F[TickColumn.BACKWARD_COTANGENT]]),
+                layer_slots,
+                *accumulated,
             )
             # All passes alike: either none leaves a stash, or each W has its own field in the table.
             if not self._mixes_splits:
@@ -352,7 +358,7 @@ class Worker:
     def _weight_gradients(self, stashes: LayerSlots, layers: Gradients, row_F: Array) -> Gradients:
         if not self.chunks.split:
             return layers
-        chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]
+        chunk, stash = row_F[TickColumn.WEIGHT_CHUNK], row_F[TickColumn.WEIGHT_STASH]
 
         def add(layers: Gradients, present: Present) -> Gradients:
             return self.chunks.weight_gradients(
@@ -366,11 +372,11 @@ class Worker:
         self, end_grads: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
     ) -> Params:
         def add(end_grads: Params) -> Params:
-            microbatch = row_F[Field.EMBED_GRADIENT_MICROBATCH]
+            microbatch = row_F[TickColumn.EMBED_GRADIENT_MICROBATCH]
             return _sum(end_grads, self.end_layers.enter_gradient(trained, parts, microbatch, dx_BLD))
 
         # The same on all workers, as in `_embed_next`.
-        has_gradient = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
+        has_gradient = row_F[TickColumn.EMBED_GRADIENT_MICROBATCH] != NONE
         return jax.lax.cond(has_gradient, add, lambda end_grads: end_grads, end_grads)
 
     def _shared(self, parts: Batch, microbatch: Array) -> Any:

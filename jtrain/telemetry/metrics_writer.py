@@ -21,7 +21,7 @@ from jtrain.telemetry.metrics import (
     drop_after,
     encode,
 )
-from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar, Sample
+from jtrain.telemetry.run_progress import ContinuedText, PlainProgress, ProgressStream, RunProgressBar
 
 
 class Metrics:
@@ -157,7 +157,7 @@ class Metrics:
                 self._progress.say(text)
 
     def end(
-        self, home: Path, next_commands: Sequence[str], sample: Callable[[], Sample | str | None]
+        self, home: Path, next_commands: Sequence[str], sample: Callable[[], ContinuedText | str | None]
     ) -> None:
         """Says what the run left in `home`, and which commands a user would type next; on a terminal shows
         what `sample` returns as well.

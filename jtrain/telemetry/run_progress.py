@@ -17,8 +17,8 @@ SAMPLE_LINES = 6
 """Lines of a sampled text that a terminal shows."""
 
 
-class Sample(NamedTuple):
-    """A text that a trained model continued.
+class ContinuedText(NamedTuple):
+    """Text that a trained model continued.
 
     seconds: what sampling it took, compilation included.
     """
@@ -68,7 +68,7 @@ class PlainProgress:
         workdir: Path,
         home: Path,
         next_commands: Sequence[str],
-        sample: Callable[[], Sample | str | None],
+        sample: Callable[[], ContinuedText | str | None],
     ) -> None:
         """Says what a run left, and what a user would do next.
 
@@ -185,7 +185,7 @@ class RunProgressBar(PlainProgress):
         workdir: Path,
         home: Path,
         next_commands: Sequence[str],
-        sample: Callable[[], Sample | str | None],
+        sample: Callable[[], ContinuedText | str | None],
     ) -> None:
         losses = [line["loss_nats"] for line in read(workdir / FILE) if line.get("loss_nats") is not None]
         if len(losses) > 1 and _is_unicode(self._console.encoding):
@@ -197,9 +197,9 @@ class RunProgressBar(PlainProgress):
         for command in next_commands:
             self._print(f"next: {command}", "bold")
 
-    def _print_sample(self, sample: Sample | str | None) -> None:
+    def _print_sample(self, sample: ContinuedText | str | None) -> None:
         """Prints the first lines of a sampled text, within the terminal's width."""
-        if not isinstance(sample, Sample):
+        if not isinstance(sample, ContinuedText):
             if sample is not None:
                 self._print(sample)
             return

@@ -12,8 +12,8 @@ import numpy as np
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.config.integrity_spec import IntegritySpec
+from jtrain.config.run import build_run_optimizer
 from jtrain.errors import HardwareFault, UserError
-from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime import atomic_io
 from jtrain.runtime.multihost import gather
 from jtrain.step import recompute
@@ -55,7 +55,7 @@ class IntegrityCheck(Callback):
         self._hosts = _host_names()
         self._agreed, self._compared, self._sums_are_unordered = context.start_step, False, False
         layout, mesh = context.job.layout, context.mesh
-        like = abstract_state(layout, make_optimizer(context.run), mesh)
+        like = abstract_state(layout, build_run_optimizer(context.run), mesh)
         self._names = [name for name, _ in summed_arrays(like)]
         self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
         # For each device and array, the first device that holds the same part: copies are compared with it.

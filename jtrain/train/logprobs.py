@@ -22,7 +22,7 @@ from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.resume import config_from_text, open_checkpoint
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.config.trained_params import read_params
 from jtrain.data import put_batch
 from jtrain.data.constructor.context_order import context_order
@@ -34,7 +34,6 @@ from jtrain.layout.mesh import make_mesh
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.plan.auto_layout import choose_layout
-from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.stores import workdir_path
 from jtrain.step.state import abstract_state, place_params
 from jtrain.step.train_step import make_eval_step
@@ -162,7 +161,7 @@ def read_placed(workdir: str | Path, step: int | None = None, sets: Sequence[str
     mesh = make_mesh(run.mesh, devices)
     plain = dataclasses.replace(run, adapter=None)
     layout = run_layout(plain)
-    likes = abstract_state(layout, make_optimizer(plain), mesh).params
+    likes = abstract_state(layout, build_run_optimizer(plain), mesh).params
     with Checkpoints(path, CheckpointSpec(), layer_order=layout.layer_order) as checkpoints:
         if run.adapter is None:
             params = checkpoints.restore_part(step, {"params": likes})["params"]

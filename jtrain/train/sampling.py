@@ -21,7 +21,7 @@ from jtrain.errors import UserError
 from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
 from jtrain.model.transformer import Transformer
 from jtrain.runtime import multihost
-from jtrain.telemetry.run_progress import Sample
+from jtrain.telemetry.run_progress import ContinuedText
 
 DEFAULT_MAX_TOKENS = 200
 
@@ -80,7 +80,7 @@ def _load(checkpoints: Checkpoints, step: int | None) -> Trained:
     return Trained(step, run.model, params, tokenizer, run.data.seq_len, run.data)
 
 
-def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str | None:
+def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> ContinuedText | str | None:
     """Samples a short text from the last checkpoint of a run: after the first of `eval.prompts`, else a new
     document.
 
@@ -115,7 +115,7 @@ def sample_at_end(checkpoints: Checkpoints, run: Run, step: int) -> Sample | str
         return f"no text by the model: {type(error).__name__}: {error}"
     # In a chat the answer is another message.
     is_chat = prompt.ids != _of_document(prompt.tokenizer, text).ids
-    return Sample(f"{text}\n" if is_chat else text, answer, time.perf_counter() - start_s)
+    return ContinuedText(f"{text}\n" if is_chat else text, answer, time.perf_counter() - start_s)
 
 
 def prompt_of(data: PackedText, text: str) -> Prompt:

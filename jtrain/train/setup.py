@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jtrain.config.run import Run, check_vocabulary
+from jtrain.config.run import Run, build_run_optimizer, check_vocabulary
 from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.native.library import core_line
@@ -23,7 +23,7 @@ from jtrain.optim.optimizer import Optimizer
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.fit_check import available_bytes, check_fits_devices, with_host_memory
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import brief_lines
 from jtrain.runtime.multihost import same_everywhere
@@ -112,7 +112,7 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
         # Before the data is opened, which may take long.
         check_fits_devices(job, devices, available=memory_bytes)
     mesh = make_mesh(run.mesh, devices)
-    optimizer = make_optimizer(run)
+    optimizer = build_run_optimizer(run)
     # One process says it, all open the same files.
     dataset = open_dataset(run.data, seed=run.seed, say=print_line if jax.process_index() == 0 else None)
     # Before the first batch: processes that read different files would train on different data.

@@ -21,7 +21,7 @@ from jtrain.bench.layout_trials.settings import (
 )
 from jtrain.bench.layout_trials.trial import Lab, batches_of, shrink
 from jtrain.layout.constants import IGNORE
-from jtrain.pipeline.ticks import Field
+from jtrain.pipeline.ticks import TickColumn
 from jtrain.step import pipelined
 
 TRIALS = 40
@@ -126,9 +126,9 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     right = pipelined.Worker.backward
 
     def wrong(self: Any, cotangents: Any, kept: Any, carry: Any, row_F: Any, parts: Any) -> Any:
-        forward = row_F[Field.FORWARD_MICROBATCH]
-        back = row_F[Field.BACKWARD_MICROBATCH]
-        row_F = row_F.at[Field.BACKWARD_MICROBATCH].set(jnp.where(forward >= 0, forward, back))
+        forward = row_F[TickColumn.FORWARD_MICROBATCH]
+        back = row_F[TickColumn.BACKWARD_MICROBATCH]
+        row_F = row_F.at[TickColumn.BACKWARD_MICROBATCH].set(jnp.where(forward >= 0, forward, back))
         return right(self, cotangents, kept, carry, row_F, parts)
 
     monkeypatch.setattr(pipelined.Worker, "backward", wrong)

@@ -19,14 +19,14 @@ from jtrain.bench import attention, elementwise, fp8_speed, gpu_matmul, h200, ke
 from jtrain.bench.__main__ import parse
 from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.hlo.memory_traffic import Pass, passes
 from jtrain.layout.precision import MatmulDtype
 from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain.plan.compile.compiled_step import compile_step, no_compile_cache, topology_devices
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import check_fits
-from jtrain.plan.from_run import make_optimizer, search_task
+from jtrain.plan.from_run import search_task
 from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
 from jtrain_kernels import registry
@@ -118,7 +118,7 @@ def test_training_steps(step: Step, chip: str) -> None:
     built = sized(build_run(config), chip)
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     job = Job(built.model, layout, built.optimizer, built.data.global_batch, built.data.seq_len)
-    program = compile_step(job, make_optimizer(built), devices=devices)
+    program = compile_step(job, build_run_optimizer(built), devices=devices)
     available = int(MEMORY_SHARE * (from_name(chip).hbm_bytes or 0))
     if (step.name, chip) == ("llama8b", "h100"):
         # As it is, the step is a row with that error.

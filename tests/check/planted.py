@@ -205,8 +205,8 @@ BUGS = {
     ),
     "stages: backward passes with positions and documents of the forward pass": PlantedBug(
         "jtrain/step/pipelined.py",
-        "self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])",
-        "self._shared(parts, row_F[Field.FORWARD_MICROBATCH])",
+        "self._shared(parts, row_F[TickColumn.BACKWARD_MICROBATCH])",
+        "self._shared(parts, row_F[TickColumn.FORWARD_MICROBATCH])",
         words_of("text", "mesh.stage=2", "layout.microbatches=4"),
         "mesh.stage = one device",
     ),

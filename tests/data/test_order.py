@@ -187,10 +187,9 @@ def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -
     import jax
 
     from jtrain.config.load import load_config
-    from jtrain.config.run import build_run, run_layout
+    from jtrain.config.run import build_run, build_run_optimizer, run_layout
     from jtrain.data import put_batch
     from jtrain.layout.mesh import make_mesh
-    from jtrain.plan.from_run import make_optimizer
     from jtrain.step.state import init_state
     from jtrain.step.train_step import make_eval_step, make_train_step
 
@@ -211,7 +210,11 @@ def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -
     ]
     for seed in (0, 1):
         run = build_run(load_config("tiny", (), [*sets, f"seed={seed}"]))
-        mesh, layout, optimizer = make_mesh(run.mesh, jax.devices()[:1]), run_layout(run), make_optimizer(run)
+        mesh, layout, optimizer = (
+            make_mesh(run.mesh, jax.devices()[:1]),
+            run_layout(run),
+            build_run_optimizer(run),
+        )
         step, evaluate = (
             make_train_step(run.model, optimizer, layout, mesh),
             make_eval_step(run.model, layout, mesh),

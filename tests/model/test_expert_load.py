@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.config.course import Trainer
 from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError
@@ -21,6 +20,7 @@ from jtrain.model.mlp import MLPSpec
 from jtrain.model.router import MoESpec, route
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
+from jtrain.step_comparison.comparable_run import ComparableRun
 from tests.weights import draw_weights
 
 RATE = 2.0**-10  # exact in float32, and too small for experts to change sides within two steps
@@ -87,9 +87,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_biases_are_the_same_on_every_layout() -> None:
     """After two steps each has moved by whole steps of the rate, and not one differs."""
     packed = {name: np.asarray(array) for name, array in batches(0, 64)["packed"].items()}
-    trainer = Trainer(run_of({}, {}))
-    state = trainer.first_state()
-    want = trainer.train([packed, packed], state)
+    comparable = ComparableRun(run_of({}, {}))
+    state = comparable.first_state()
+    want = comparable.train([packed, packed], state)
     steps = want.last[BIAS] / RATE
     np.testing.assert_array_equal(steps, np.round(steps))
     assert set(np.abs(steps).ravel()) - {0.0}, "no bias has moved"
@@ -97,7 +97,7 @@ def test_biases_are_the_same_on_every_layout() -> None:
     assert want.norms[0] < 10
     assert not np.any(want.moments[f"mu {BIAS}"])
     for name, (axes, fields) in LAYOUTS.items():
-        got = Trainer(run_of(axes, fields)).train([packed, packed], state)
+        got = ComparableRun(run_of(axes, fields)).train([packed, packed], state)
         np.testing.assert_array_equal(got.last[BIAS], want.last[BIAS], err_msg=name)
         np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5, err_msg=name)
 

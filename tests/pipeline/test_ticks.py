@@ -10,7 +10,7 @@ import pytest
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
 from jtrain.pipeline.tick_grid import PACKINGS, Packing
-from jtrain.pipeline.ticks import Field, make_ticks
+from jtrain.pipeline.ticks import TickColumn, make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_table, unpipelined
 
 SIZES = ((1, 2), (2, 4), (3, 6), (4, 12))
@@ -25,7 +25,7 @@ def check_table(schedule: PipelineSchedule, packing: Packing) -> None:
     assert got.equals(want)
     assert peaks == {"inputs": ticks.inputs, "cotangents": ticks.cotangents, "stashes": ticks.stashes}
     assert ticks.table.dtype == np.int32
-    assert ticks.table.shape == (ticks.num_ticks, schedule.stages, len(Field))
+    assert ticks.table.shape == (ticks.num_ticks, schedule.stages, len(TickColumn))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -47,11 +47,18 @@ def test_a_wrong_slot_would_be_found() -> None:
     ticks = make_ticks(make_schedule("interleaved", 3, 6))
     toy = make_toy(ticks.schedule)
     want, wrong = unpipelined(toy), 0
-    fields = (Field.FORWARD_INPUT, Field.BACKWARD_INPUT, Field.ARRIVING_INPUT_WRAP, Field.BACKWARD_CHUNK)
+    fields = (
+        TickColumn.FORWARD_INPUT,
+        TickColumn.BACKWARD_INPUT,
+        TickColumn.ARRIVING_INPUT_WRAP,
+        TickColumn.BACKWARD_CHUNK,
+    )
     for field in fields:
         tick, worker = np.argwhere(ticks.table[:, :, field] >= 0)[3]
         before = ticks.table[tick, worker, field]
-        ticks.table[tick, worker, field] = (before + 1) % 2 if field == Field.BACKWARD_CHUNK else before + 1
+        ticks.table[tick, worker, field] = (
+            (before + 1) % 2 if field == TickColumn.BACKWARD_CHUNK else before + 1
+        )
         try:
             wrong += not run_table(ticks, toy)[0].equals(want)
         except AssertionError:

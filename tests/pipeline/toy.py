@@ -15,7 +15,7 @@ import numpy as np
 from jtrain.pipeline.instructions import PipelineProgram
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 from jtrain.pipeline.tick_grid import NONE
-from jtrain.pipeline.ticks import Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.ticks import TickColumn, Ticks, arriving_cotangent, arriving_input
 
 type Array = np.ndarray[Any, np.dtype[np.int64]]
 BATCH, WIDTH = 2, 3
@@ -112,35 +112,37 @@ def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, .
         ys: list[Any] = [None] * stages
         dxs: list[Any] = [None] * stages
         for p in range(stages):
-            here = {field: int(row[p, field]) for field in Field}
-            if here[Field.EMBED_MICROBATCH] != NONE and here[Field.FORWARD_EMBEDS] == 1:
+            here = {field: int(row[p, field]) for field in TickColumn}
+            if here[TickColumn.EMBED_MICROBATCH] != NONE and here[TickColumn.FORWARD_EMBEDS] == 1:
                 assert p == ticks.embed_worker
-                inputs[p].write(here[Field.FORWARD_INPUT], toy.embedding[here[Field.EMBED_MICROBATCH]])
-            if here[Field.FORWARD_CHUNK] != NONE:
-                stage = schedule.stage(p, here[Field.FORWARD_CHUNK])
-                ys[p] = inputs[p].read(here[Field.FORWARD_INPUT]) @ toy.weights[stage]
-        assert (row[:, Field.HEAD_MICROBATCH] == row[0, Field.HEAD_MICROBATCH]).all(), (
+                inputs[p].write(
+                    here[TickColumn.FORWARD_INPUT], toy.embedding[here[TickColumn.EMBED_MICROBATCH]]
+                )
+            if here[TickColumn.FORWARD_CHUNK] != NONE:
+                stage = schedule.stage(p, here[TickColumn.FORWARD_CHUNK])
+                ys[p] = inputs[p].read(here[TickColumn.FORWARD_INPUT]) @ toy.weights[stage]
+        assert (row[:, TickColumn.HEAD_MICROBATCH] == row[0, TickColumn.HEAD_MICROBATCH]).all(), (
             "all workers compute the loss"
         )
-        if (m := int(row[0, Field.HEAD_MICROBATCH])) != NONE:
-            assert (row[:, Field.HEAD_COTANGENT] != NONE).nonzero()[0].tolist() == [ticks.head_worker]
-            slot = int(row[ticks.head_worker, Field.HEAD_COTANGENT])
+        if (m := int(row[0, TickColumn.HEAD_MICROBATCH])) != NONE:
+            assert (row[:, TickColumn.HEAD_COTANGENT] != NONE).nonzero()[0].tolist() == [ticks.head_worker]
+            slot = int(row[ticks.head_worker, TickColumn.HEAD_COTANGENT])
             cotangents[ticks.head_worker].write(slot, ys[ticks.head_worker] - toy.target[m])
         for p in range(stages):
-            here = {field: int(row[p, field]) for field in Field}
-            if here[Field.BACKWARD_CHUNK] != NONE:
-                stage = schedule.stage(p, here[Field.BACKWARD_CHUNK])
-                x = inputs[p].read(here[Field.BACKWARD_INPUT], free=True)
-                dy = cotangents[p].read(here[Field.BACKWARD_COTANGENT], free=True)
+            here = {field: int(row[p, field]) for field in TickColumn}
+            if here[TickColumn.BACKWARD_CHUNK] != NONE:
+                stage = schedule.stage(p, here[TickColumn.BACKWARD_CHUNK])
+                x = inputs[p].read(here[TickColumn.BACKWARD_INPUT], free=True)
+                dy = cotangents[p].read(here[TickColumn.BACKWARD_COTANGENT], free=True)
                 dxs[p] = dy @ toy.weights[stage].T
-                if here[Field.BACKWARD_STASH] == NONE:
+                if here[TickColumn.BACKWARD_STASH] == NONE:
                     found.weights[stage] += x.T @ dy
                 else:
-                    stashes[p].write(here[Field.BACKWARD_STASH], (x, dy))
-            if here[Field.WEIGHT_CHUNK] != NONE:
-                x, dy = stashes[p].read(here[Field.WEIGHT_STASH], free=True)
-                found.weights[schedule.stage(p, here[Field.WEIGHT_CHUNK])] += x.T @ dy
-        if (m := int(row[0, Field.EMBED_GRADIENT_MICROBATCH])) != NONE:
+                    stashes[p].write(here[TickColumn.BACKWARD_STASH], (x, dy))
+            if here[TickColumn.WEIGHT_CHUNK] != NONE:
+                x, dy = stashes[p].read(here[TickColumn.WEIGHT_STASH], free=True)
+                found.weights[schedule.stage(p, here[TickColumn.WEIGHT_CHUNK])] += x.T @ dy
+        if (m := int(row[0, TickColumn.EMBED_GRADIENT_MICROBATCH])) != NONE:
             found.embedding[m] += dxs[ticks.embed_worker]
         for hop in ticks.schedule.activation_hops:
             _move(hop, (stages - 1, 0), ys, row[:, arriving_input(hop)], inputs)

@@ -13,10 +13,10 @@ import pytest
 from jtrain.telemetry.metrics import EvalResult, MetricsSpec, TrainLine
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.run_progress import (
+    ContinuedText,
     PlainProgress,
     ProgressStream,
     RunProgressBar,
-    Sample,
     sparkline,
     summary,
 )
@@ -32,11 +32,11 @@ def golden_file(width: int, *, colour: bool) -> Path:
     return GOLDEN / f"{width}{'_colour' if colour else ''}.txt"
 
 
-SAMPLE = Sample("def main", "():\n\treturn 1\x1b[31m é" + 200 * "a", 1.25)
+SAMPLE = ContinuedText("def main", "():\n\treturn 1\x1b[31m é" + 200 * "a", 1.25)
 
 
 def run_on_terminal(
-    stream: ProgressStream, workdir: Path, *, mfu: float | None, sample: Sample | str | None = SAMPLE
+    stream: ProgressStream, workdir: Path, *, mfu: float | None, sample: ContinuedText | str | None = SAMPLE
 ) -> None:
     """A run of 1,000 steps with an evaluation and a warning, as the loop tells it."""
     for name in ("config.txt", "plan.txt"):
@@ -156,7 +156,7 @@ def test_batches_without_targets_have_no_share(terminal_of_80: None) -> None:
 
 def test_a_text_is_shown_within_the_screen_and_no_reason_is_hidden(tmp_path: Path) -> None:
     """Six rows at most, however long the text; a reason in its place, and nothing where none is due."""
-    long = Sample("", " ".join(["word"] * 500), 1.0)
+    long = ContinuedText("", " ".join(["word"] * 500), 1.0)
     for sample, expected in ((long, 7), ("no text by the model: ValueError: 3", 1), (None, 0)):
         stream = Terminal()
         with pytest.MonkeyPatch.context() as patch:

@@ -13,11 +13,10 @@ import pytest
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import tree
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.data import open_dataset, open_sets
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.mesh import make_mesh
-from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import abstract_state
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
@@ -61,7 +60,7 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
     mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
     layout = run_layout(run)
     with Checkpoints(workdir, run.checkpoint) as checkpoints:
-        state, _ = checkpoints.restore(5, abstract_state(layout, make_optimizer(run), mesh))
+        state, _ = checkpoints.restore(5, abstract_state(layout, build_run_optimizer(run), mesh))
     params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.params)
     dataset = open_dataset(run.data, seed=run.seed)
     held_out = (

@@ -9,7 +9,7 @@ from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.telemetry.run_progress import Sample
+from jtrain.telemetry.run_progress import ContinuedText
 from jtrain.train import sampling
 from jtrain.train.sampling import SAMPLE_TOKENS, load, sample_at_end, stream
 from tests.cli.test_generate import SIZES, sharp_params
@@ -28,7 +28,7 @@ def test_a_run_ends_with_the_text_that_the_verb_would_sample(
         trained = load(tmp_path, 1)
         for ended, prompt in ((run, ""), (asked, "def ")):
             found = sample_at_end(checkpoints, ended, 1)
-            assert isinstance(found, Sample)
+            assert isinstance(found, ContinuedText)
             text = "".join(
                 stream(
                     *(trained.model, trained.params, trained.tokenizer, prompt),
@@ -57,5 +57,5 @@ def test_the_answer_of_a_chat_begins_a_line(tmp_path: Path) -> None:
         checkpoints.save(1, {"params": params}, {}, tree.flat(chat))
         checkpoints.wait()
         found = sample_at_end(checkpoints, build_run(chat), 1)
-    assert isinstance(found, Sample), found
+    assert isinstance(found, ContinuedText), found
     assert found.prompt == "Who?\n"

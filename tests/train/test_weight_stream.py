@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from jtrain.checkpoint.files import MANIFEST
 from jtrain.config import tree
 from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.config.run import Run, build_run, build_run_optimizer, run_layout
 from jtrain.config.weight_stream_spec import read_token
 from jtrain.errors import FileError, UserError
 from jtrain.hf import workdirs
@@ -28,7 +28,6 @@ from jtrain.hf.mapping import DTYPES
 from jtrain.hf.weight_folder import LATEST, OWNER, check_owner, write_step
 from jtrain.hf.weight_link import SCHEMA, WeightReader
 from jtrain.layout.mesh import make_mesh
-from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.exit_codes import STOPPED
 from jtrain.runtime.link import meeting, protocol, socket_link
 from jtrain.runtime.link.socket_link import Link
@@ -193,7 +192,7 @@ def first_state() -> tuple[Any, Any, TrainState]:
     """Layout, mesh and first state of the small run on one device."""
     _, run = run_of("mesh.data=1")
     layout, mesh = run_layout(run), make_mesh(run.mesh, jax.devices()[:1])
-    return layout, mesh, init_state(layout, make_optimizer(run), mesh, seed=0)
+    return layout, mesh, init_state(layout, build_run_optimizer(run), mesh, seed=0)
 
 
 def stream_to(first_state: Any, workdir: Path, *sets: str) -> tuple[WeightStream, list[str]]:

@@ -1,6 +1,6 @@
 """Bounds of what a layout may change, and the comparison of a run with its references.
 
-In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT` of the
+In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT_TOLERANCE` of the
 largest element of an array. Adam divides by the root of the second moment, so an element's update may differ
 by that error over its own root, and by up to 2 where the gradient itself is of the size of the error (eps is
 1e-8). What the next gradients make of this is measured: the float64 reference runs again with such an error
@@ -27,7 +27,7 @@ from jtrain.bench.layout_trials.settings import (
     min_key_heads,
     model_of,
 )
-from jtrain.config.course import GRADIENT, LOSS, Course
+from jtrain.step_comparison.comparable_run import GRADIENT_TOLERANCE, LOSS_TOLERANCE, RunResults
 
 NATS = 2e-5
 """Largest difference of a token's cross entropy in float32, in nats."""
@@ -53,11 +53,11 @@ class References:
       smaller; they take compilations, and are asked for only where a difference needs them.
     """
 
-    exact: Course
-    one_device: Course
-    truth: float64.ReferenceCourse
-    disturbed: Sequence[float64.ReferenceCourse]
-    moved: Callable[[], Sequence[Course]]
+    exact: RunResults
+    one_device: RunResults
+    truth: float64.ReferenceResults
+    disturbed: Sequence[float64.ReferenceResults]
+    moved: Callable[[], Sequence[RunResults]]
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ class Comparison:
             )
 
 
-def compare(setting: Setting, run: Course, to: References) -> Comparison:
+def compare(setting: Setting, run: RunResults, to: References) -> Comparison:
     """Compares a run with all its references."""
     comparison = Comparison()
     # A second trace would mean that shapes or placements changed between steps.
@@ -111,19 +111,19 @@ def compare(setting: Setting, run: Course, to: References) -> Comparison:
     return comparison
 
 
-def _first_step(comparison: Comparison, run: Course, to: References) -> None:
+def _first_step(comparison: Comparison, run: RunResults, to: References) -> None:
     """Loss, gradient and evaluation of the first step, in float32."""
     for name, loss, norm in (
         ("one device", to.exact.losses[0], to.exact.norms[0]),
         ("float64", to.truth.losses[0], to.truth.norms[0]),
     ):
-        comparison.within("first loss", name, abs(run.losses[0] - loss), LOSS * loss)
-        comparison.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS * norm)
+        comparison.within("first loss", name, abs(run.losses[0] - loss), LOSS_TOLERANCE * loss)
+        comparison.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS_TOLERANCE * norm)
     if run.nats_BL is not None:
         comparison.within("evaluation", "float64", np.abs(run.nats_BL - to.truth.nats_BL), NATS)
     for moment, truth in (("mu", to.truth.mu), ("nu", to.truth.nu)):
         # nu squares the gradient, which doubles its relative error.
-        bound = GRADIENT if moment == "mu" else 2 * GRADIENT
+        bound = GRADIENT_TOLERANCE if moment == "mu" else 2 * GRADIENT_TOLERANCE
         for path, want in truth.items():
             array = run.moments.get(f"{moment} {path}")
             # Rounded moments are compared below, by their codes.
@@ -152,7 +152,7 @@ def _first_step(comparison: Comparison, run: Course, to: References) -> None:
         comparison.within("8-bit scales", f"{moment} {path}", np.abs(scale - want), 1e-3 * want)
 
 
-def _later_steps(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
+def _later_steps(setting: Setting, comparison: Comparison, run: RunResults, to: References) -> None:
     """Losses and parameters of all steps, in float32."""
     for step, (loss, norm) in enumerate(zip(to.truth.losses, to.truth.norms, strict=True)):
         # The spread that errors of NOISE make in the reference: what amplification is natural here.
@@ -161,14 +161,14 @@ def _later_steps(setting: Setting, comparison: Comparison, run: Course, to: Refe
             "later losses",
             f"{step + 1}, float64",
             abs(run.losses[step] - loss),
-            LOSS * loss + MEASURED * spread,
+            LOSS_TOLERANCE * loss + MEASURED * spread,
         )
         spread = max(abs(with_errors.norms[step] - norm) for with_errors in to.disturbed)
         comparison.within(
             "later norms",
             f"{step + 1}, float64",
             abs(run.norms[step] - norm),
-            4 * LOSS * norm + MEASURED * spread,
+            4 * LOSS_TOLERANCE * norm + MEASURED * spread,
         )
     for path, want in to.truth.last.items():
         bound = parameter_bound(setting, to, path)
@@ -194,7 +194,7 @@ def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
             continue
         # Clipping scales the gradient's error with the gradient.
         clip = min(1.0, (descent.clip_norm or np.inf) / to.truth.norms[step])
-        error = GRADIENT * clip * np.abs(gradient[path]).max()
+        error = GRADIENT_TOLERANCE * clip * np.abs(gradient[path]).max()
         # Adam's update is at most about 1 per step; an error in the sign makes that 2, or 2.5 with a margin.
         bound += descent.rate(step) * np.minimum(2.5, 2 * error / (slope + descent.eps))
     return bound
@@ -244,7 +244,9 @@ def _relative(error: np.ndarray | np.floating[Any], reference: np.ndarray | np.f
     )
 
 
-def _first_step_in_fewer_bits(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
+def _first_step_in_fewer_bits(
+    setting: Setting, comparison: Comparison, run: RunResults, to: References
+) -> None:
     floor = floor_of(setting)
     for kind, field in (("first loss", "losses"), ("first gradient norm", "norms")):
         got, on_one_device, want = (getattr(x, field)[0] for x in (run, to.one_device, to.truth))
@@ -306,13 +308,15 @@ def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
     bound = np.repeat(np.array([0.25, 0.02, gradient])[None, :, None], num_steps, axis=2)
     # The oldest applied step has scales of 1 on every layout.
     if setting["precision.compute_dtype"] == "float32":
-        bound[:, :, -1] = GRADIENT
+        bound[:, :, -1] = GRADIENT_TOLERANCE
         if setting["mesh.tensor"] > min_key_heads(setting):
             bound[:, 2, -1] = 1.0
     return bound
 
 
-def _later_steps_in_fewer_bits(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
+def _later_steps_in_fewer_bits(
+    setting: Setting, comparison: Comparison, run: RunResults, to: References
+) -> None:
     floor = floor_of(setting)
     for step, want in enumerate(to.truth.losses):
         bound = FACTOR * abs(to.one_device.losses[step] - want) + (floor + 0.002) * want

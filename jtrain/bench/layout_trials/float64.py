@@ -40,7 +40,7 @@ class Descent:
 
 
 @dataclasses.dataclass
-class ReferenceCourse:
+class ReferenceResults:
     """Results of some steps.
 
     gradients: of each step, not clipped.
@@ -72,7 +72,7 @@ def train(
     *,
     noise: float = 0.0,
     seed: int = 0,
-) -> ReferenceCourse:
+) -> ReferenceResults:
     """Trains from `params` on one batch per step.
 
     Args:
@@ -85,7 +85,7 @@ def train(
         p = {path: np.asarray(value).astype(np.float64) for path, value in params.items()}
         m = {path: np.zeros_like(value) for path, value in p.items()}
         v = {path: np.zeros_like(value) for path, value in p.items()}
-        course = ReferenceCourse([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
+        results = ReferenceResults([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
         for step, batch in enumerate(batches):
             (_, (loss, nats, closest)), gradient = differentiate(model)(p, batch)
             g = {path: np.asarray(value) for path, value in gradient.items()}
@@ -95,22 +95,22 @@ def train(
                 error = noise * np.abs(value).max() * rng.uniform(-1, 1, value.shape)
                 g[path] = value + np.where(value == 0, 0.0, error)
             norm = math.sqrt(sum(float((value**2).sum()) for value in g.values()))
-            course.losses.append(float(loss))
+            results.losses.append(float(loss))
             # Unclipped: bounds scale them by the clip themselves.
-            course.norms.append(norm)
-            course.gradients.append(g)
-            course.closest = min(course.closest, float(closest))
+            results.norms.append(norm)
+            results.gradients.append(g)
+            results.closest = min(results.closest, float(closest))
             if step == 0:
-                course.nats_BL = np.asarray(nats)
+                results.nats_BL = np.asarray(nats)
             clip = 1.0 if descent.clip_norm is None else min(1.0, descent.clip_norm / norm)
             if step not in rejected:
                 p, m, v = _update(descent, step, p, {path: clip * value for path, value in g.items()}, m, v)
             # Without bias: v / (1 - b2^t), as Adam divides.
-            course.slopes.append({path: np.sqrt(v[path] / (1 - descent.b2 ** (step + 1))) for path in v})
+            results.slopes.append({path: np.sqrt(v[path] / (1 - descent.b2 ** (step + 1))) for path in v})
             if step == 0:
-                course.mu, course.nu = dict(m), dict(v)
-        course.last = p
-        return course
+                results.mu, results.nu = dict(m), dict(v)
+        results.last = p
+        return results
 
 
 def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[Flat, Flat, Flat]:

@@ -28,9 +28,9 @@ from jtrain.bench.layout_trials.settings import (
     reference_of,
     refusal,
 )
-from jtrain.config.course import BatchArrays, Course, Trainer
 from jtrain.errors import UserError
 from jtrain.model import expert_dispatch
+from jtrain.step_comparison.comparable_run import BatchArrays, ComparableRun, RunResults
 
 STEPS = 3
 VARIANTS = 3
@@ -74,8 +74,8 @@ class Lab:
         try:
             # Three sequences of batches are shared by all trials, so that references are trained once.
             references, batches = self.references(setting, number % VARIANTS)
-            course = train(make_trainer(setting), setting, batches, references.one_device.first_state)
-            comparison = compare(setting, course, references)
+            results = train(make_comparable(setting), setting, batches, references.one_device.first_state)
+            comparison = compare(setting, results, references)
         except UserError as error:
             # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
             return Result(setting, [str(error)], {}, time.perf_counter() - start, error)
@@ -106,26 +106,26 @@ class Lab:
                 return References(exact, on_one_device, truth, disturbed, moved), batches_of(chosen)
         raise AssertionError("every sequence of batches has a token that two experts serve equally well")
 
-    def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
-        return train(_trainer(key), defaults() | dict(key), batches_of(variant), None)
+    def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> RunResults:
+        return train(_comparable(key), defaults() | dict(key), batches_of(variant), None)
 
-    def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[Course]:
+    def _train_moved(self, key: tuple[tuple[str, object], ...], variant: int) -> list[RunResults]:
         """Runs whose embeddings are some ulps larger or smaller."""
         setting, first_state = defaults() | dict(key), self._trained(key, variant).first_state
         base_setting = setting | {"step.first weights": "given"}
 
-        def moved_by(ulps: int) -> Course:
+        def moved_by(ulps: int) -> RunResults:
             run = make_run(setting)
             scale = run.model.embedding_scale * (1 + ulps * ULP)
             moved = dataclasses.replace(run, model=dataclasses.replace(run.model, embedding_scale=scale))
-            trainer = Trainer(moved, checksums=bool(setting["step.checksums"]))
-            return train(trainer, base_setting, batches_of(variant), first_state)
+            comparable = ComparableRun(moved, checksums=bool(setting["step.checksums"]))
+            return train(comparable, base_setting, batches_of(variant), first_state)
 
         return [moved_by(ulps) for ulps in MOVED]
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
-    ) -> tuple[float64.ReferenceCourse, list[float64.ReferenceCourse]]:
+    ) -> tuple[float64.ReferenceResults, list[float64.ReferenceResults]]:
         # A key holds the changes from the defaults only.
         setting = defaults() | dict(key)
         first = self._trained(key, variant).first
@@ -139,23 +139,25 @@ class Lab:
 
 # Sixteen compiled steps at most: each holds a program and its buffers.
 @functools.lru_cache(maxsize=16)
-def _trainer(key: tuple[tuple[str, object], ...]) -> Trainer:
-    return make_trainer(defaults() | dict(key))
+def _comparable(key: tuple[tuple[str, object], ...]) -> ComparableRun:
+    return make_comparable(defaults() | dict(key))
 
 
-def make_trainer(setting: Setting) -> Trainer:
+def make_comparable(setting: Setting) -> ComparableRun:
     """The compiled step of a setting."""
-    return Trainer(make_run(setting), checksums=setting["step.checksums"])
+    return ComparableRun(make_run(setting), checksums=setting["step.checksums"])
 
 
-def train(trainer: Trainer, setting: Setting, batches: Sequence[BatchArrays], first_state: object) -> Course:
+def train(
+    comparable: ComparableRun, setting: Setting, batches: Sequence[BatchArrays], first_state: object
+) -> RunResults:
     """One step on each batch, as a setting says.
 
     Args:
       first_state: of the same run on one device, unless the setting draws its own first weights.
     """
     with _pieces_of_experts(setting["step.pieces of experts"] == "several"):
-        return trainer.train(
+        return comparable.train(
             batches,
             None if setting["step.first weights"] == "drawn" else first_state,
             evaluates=setting["step.evaluates"],

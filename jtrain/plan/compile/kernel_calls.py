@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jtrain.config.run import build_run_optimizer
 from jtrain.errors import UserError
 from jtrain.layout.mesh import make_mesh
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain.step.objective import abstract_batch
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -47,7 +48,7 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
       run: a built `Run`, without open settings.
       devices: one for each place of the mesh, live or compile-only; nothing is computed or allocated on them.
     """
-    job, optimizer = plan_job(run), make_optimizer(run)
+    job, optimizer = plan_job(run), build_run_optimizer(run)
     mesh = make_mesh(job.layout.mesh, devices)
     ids = jax.ShapeDtypeStruct(
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)

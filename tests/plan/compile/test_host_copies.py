@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from jtrain.config.load import load_config
-from jtrain.config.run import build_run
+from jtrain.config.run import build_run, build_run_optimizer
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.compile.stream_clock import Hop, hidden_share
 from jtrain.plan.compile.two_streams import rates_of, two_streams
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain_kernels.device import from_name
 
 LAYERS, LAYER_INPUT = 32, 8192 * 4096 * 2
@@ -31,7 +31,7 @@ def compiled(*sets: str) -> tuple[CompiledStep, MemoryPlan, StepTime, list[Hop]]
     built = build_run(load_config("llama8b", sets=("data.seq_len=8192", *sets)))
     devices = topology_devices("h200:8")
     job = dataclasses.replace(plan_job(built), machine=machine_of(devices))
-    program, plan = compile_step(job, make_optimizer(built), devices=devices), memory(job)
+    program, plan = compile_step(job, build_run_optimizer(built), devices=devices), memory(job)
     hops = two_streams(program.hlo, job.layout.mesh.shape, rates_of(from_name("h200"), 8)).hops
     copies = [hop for hop in hops if hop.kind in ("to device", "to host")]
     return program, plan, step_time(job, plan, assume=Assumptions(host_link=1.0)), copies

@@ -11,11 +11,11 @@ import re
 import pytest
 
 from jtrain.config.load import load_config
-from jtrain.config.run import build_run
+from jtrain.config.run import build_run, build_run_optimizer
 from jtrain.hlo.parser import visits
 from jtrain.hlo.traffic import overlap
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 
 SETTINGS = (
     "mesh.data=128",
@@ -104,7 +104,7 @@ def test_a_loop_of_unknown_length_is_refused() -> None:
 def test_llama8b_over_128_v5p_stays_small_and_fast() -> None:
     """Temporaries, network, asynchronous share, and the estimate of the step."""
     built = build_run(load_config("llama8b", sets=SETTINGS))
-    program = compile_step(plan_job(built), make_optimizer(built), devices=topology_devices("v5p:4x4x8"))
+    program = compile_step(plan_job(built), build_run_optimizer(built), devices=topology_devices("v5p:4x4x8"))
     sent = overlap(program.traffic)
     assert 3.0e9 < program.temp_bytes < min(4.5e9, 0.6 * MAXTEXT_TEMPORARIES)
     assert sent.wire_bytes <= 0.78 * MAXTEXT_NETWORK

@@ -9,11 +9,11 @@ import pytest
 
 from bench import overlap
 from jtrain.config.load import load_config
-from jtrain.config.run import build_run
+from jtrain.config.run import build_run, build_run_optimizer
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.compile.stream_clock import Timeline, hidden_share
 from jtrain.plan.compile.two_streams import Rates, rates_of, two_streams
-from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.from_run import plan_job
 from jtrain_kernels.device import from_name
 
 # Memory is so fast that a matmul of 2 * 10 * 10 * 10 FLOPs takes 2000 s, and an elementwise operation
@@ -247,7 +247,7 @@ def test_groups_hide_more_of_the_wire_than_pieces_on_gpus() -> None:
     for form, sets in forms.items():
         built = build_run(load_config("llama8b", sets=(*overlap.SETTINGS, "model.num_layers=2", *sets)))
         job = plan_job(built)
-        program = compile_step(job, make_optimizer(built), devices=topology_devices("h200:8"))
+        program = compile_step(job, build_run_optimizer(built), devices=topology_devices("h200:8"))
         rates, kernels = rates_of(from_name("h200"), 8), overlap.attention_s("h200")
         found[form] = two_streams(program.hlo, job.layout.mesh.shape, rates, kernels)
     assert found["plain"].hidden_share < 0.3 < 0.7 < found["groups"].hidden_share

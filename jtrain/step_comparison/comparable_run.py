@@ -1,4 +1,4 @@
-"""Some real steps of a run on its layout, and all that can be compared of them, layers in model order."""
+"""Real steps of a run on its layout, and all of their results that can be compared, layers in model order."""
 
 import dataclasses
 import functools
@@ -9,22 +9,21 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jtrain.config.run import Run, run_layout
+from jtrain.config.run import Run, build_run_optimizer, run_layout
 from jtrain.data.constructor.context_order import context_order
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import make_mesh
 from jtrain.model.adapters.block_quantization import without_blocks
-from jtrain.model.param import Params, map_params
-from jtrain.optim import build
+from jtrain.model.param import Params
 from jtrain.optim.state import flatten_by_path
 from jtrain.step.guard import GuardState
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from jtrain.step.zero import param_tree
 
-GRADIENT = 1e-5
+GRADIENT_TOLERANCE = 1e-5
 """Largest difference that a layout may make to a gradient in float32, of the largest element of its array."""
-LOSS = 2e-6
+LOSS_TOLERANCE = 2e-6
 """Largest relative difference that a layout may make to a loss and to a gradient's norm in float32."""
 
 type BatchArrays = Mapping[str, Any]
@@ -34,8 +33,8 @@ type ArraysByPath = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass
-class Course:
-    """Results of a run.
+class RunResults:
+    """Results of some steps: all that two layouts of one run must have in common.
 
     first, last: parameters; of a matrix in blocks its numbers.
     moments: state of the optimizer after the first step.
@@ -62,7 +61,7 @@ class Course:
     unchanged: bool = True
 
 
-class Trainer:
+class ComparableRun:
     """The compiled step of a run, on the first of this process's devices; `train` runs it on any batches."""
 
     def __init__(self, run: Run, *, checksums: bool = False) -> None:
@@ -70,9 +69,7 @@ class Trainer:
         # A smaller mesh takes the first of the emulated devices.
         self.mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
         self.infos = run.param_infos()
-        self.optimizer = build(
-            run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos)
-        )
+        self.optimizer = build_run_optimizer(run)
         self.model = run.model
         parts = self.model, self.optimizer, self.layout, self.mesh
         self.step = make_train_step(*parts, checksums=checksums, objective=run.objective)
@@ -105,7 +102,7 @@ class Trainer:
         *,
         evaluates: bool = False,
         rejected: int | None = None,
-    ) -> Course:
+    ) -> RunResults:
         """One step on each batch.
 
         Args:
@@ -139,7 +136,7 @@ class Trainer:
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
         every_info = param_tree(self.layout, lambda p: p.info)
         first = self._in_order(flatten_by_path(every_info, without_blocks(drawn_state.params)))
-        course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
+        results = RunResults(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
             state_before = None
             if number + 1 == rejected:
@@ -148,28 +145,28 @@ class Trainer:
             state, metrics = self.step(state, batch)
             if state_before is not None:
                 state_after = jax.device_get((state.params, state.opt_state, state.scaling))
-                course.unchanged = all(
+                results.unchanged = all(
                     map(np.array_equal, jax.tree.leaves(state_before), jax.tree.leaves(state_after))
                 )
-            course.losses.append(float(metrics["loss_nats"]))
-            course.norms.append(float(metrics["grad_norm"]))
-            course.exact.append(self._exact(metrics))
+            results.losses.append(float(metrics["loss_nats"]))
+            results.norms.append(float(metrics["grad_norm"]))
+            results.exact.append(self._exact(metrics))
             # Moments after one step show the gradient itself, before updates mix.
             if number == 0:
                 leaves = self.optimizer.leaves(jax.device_get(state.opt_state))
-                course.moments = self._in_order(
+                results.moments = self._in_order(
                     {f"{name} {path}": leaf[name] for path, leaf in leaves.items() for name in leaf}
                 )
-        course.last_params = jax.device_get(state.params)
-        course.last = self._in_order(flatten_by_path(every_info, without_blocks(course.last_params)))
+        results.last_params = jax.device_get(state.params)
+        results.last = self._in_order(flatten_by_path(every_info, without_blocks(results.last_params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
         # Histories have no identity layers that must be zero.
-        course.scaling = self._in_order(
+        results.scaling = self._in_order(
             {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling},
             check=False,
         )
-        course.num_traces = self.step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
-        return course
+        results.num_traces = self.step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
+        return results
 
     def _exact(self, metrics: dict[str, Any]) -> tuple[Any, ...]:
         """Batch hash, number of targets, if the update was applied, learning rate, not finite."""

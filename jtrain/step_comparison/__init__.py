@@ -1,0 +1,1 @@
+"""Steps of one run under several layouts, and all of their results that must agree."""
