@@ -120,7 +120,7 @@ BUGS = BUGS_OF_MODELS | {
     # Formats of sums.
     "reduce_dtype ignored for sums over replicas": Bug(
         "jtrain/step/zero.py",
-        'dtype = "float32" if p.info.init == "load" else layout.precision.reduce_dtype',
+        'dtype = "float32" if p.info.update == "expert_load" else layout.precision.reduce_dtype',
         'dtype = "float32"',
         DTYPES,
     ),

@@ -17,7 +17,7 @@ def draw_weights(infos: Iterable[ParamInfo], *, seed: int = 0, noise: float = 0.
     def draw(info: ParamInfo) -> Any:
         assert info.layer_order is None, "identity layers are zero"
         std = info.std if info.init == "normal" else 0.0
-        mean = {"normal": info.mean, "ones": 1.0, "constant": info.std}.get(info.init, 0.0)
+        mean = {"normal": info.mean, "ones": 1.0, "constant": info.init_value}.get(info.init, 0.0)
         value = mean + std * rng.standard_normal(info.shape) + noise * rng.standard_normal(info.shape)
         return jnp.asarray(value.astype(np.float32))
 

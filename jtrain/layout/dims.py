@@ -83,10 +83,12 @@ class ParamInfo:
 
     `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or
     `zeros` for what multiplies or is added to activations (scales of norms, biases), `constant` for another
-    number, which `std` holds, `load` for what begins at zero and moves by `std` against the load of experts
-    (`MoESpec.bias_update_rate`), or a normal distribution with `mean` and standard deviation `std`, drawn
-    from the seed and `path` alone. `top_k` is the number of experts that serve a token, in a stack of experts
-    (leading `X`); it is 0 in other parameters.
+    number, `init_value`, or a normal distribution with `mean` and standard deviation `std`, drawn from the
+    seed and `path` alone. `top_k` is the number of experts that serve a token, in a stack of experts (leading
+    `X`); it is 0 in other parameters.
+
+    `update` is `gradient` for what the optimizer updates, and `expert_load` for correction biases, whose
+    gradient is a count of tokens and which move by `load_step` against it (`MoESpec.bias_update_rate`).
 
     `frozen` is True for what no step changes: it has no gradient and no optimizer state, and is kept in
     `dtype`; None is `precision.param_dtype`.
@@ -98,10 +100,13 @@ class ParamInfo:
     path: str
     shape: tuple[int, ...]
     dims: str
-    init: Literal["normal", "ones", "zeros", "constant", "load"]
+    init: Literal["normal", "ones", "zeros", "constant"]
     std: float = 0.0
     top_k: int = 0
     mean: float = 0.0
+    init_value: float = 0.0
+    update: Literal["gradient", "expert_load"] = "gradient"
+    load_step: float = 0.0
     layer_order: tuple[int, ...] | None = None
     frozen: bool = False
     dtype: str | None = None

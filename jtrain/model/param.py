@@ -23,6 +23,9 @@ from jtrain.layout.dims import ParamInfo
 type Params = dict[str, Any]
 """Nested dict of arrays; a path like `layers.attention.q_DNH` is its keys joined by dots."""
 
+_RULES = ("dims", "init", "std", "top_k", "mean", "init_value", "update", "load_step")
+"""Fields of `ParamInfo` that a variable carries as metadata; path and shape are its own."""
+
 DRAWS = 4
 """32-bit random words behind each initial value."""
 
@@ -41,17 +44,17 @@ def weight(
 
 def vector(dims: str, shape: tuple[int, ...], *, ones: bool, layers: int = 0) -> nnx.Param[Any]:
     """Vector that multiplies or is added to activations: it begins at one, or else at zero."""
-    return _param(dims, shape, layers, init="ones" if ones else "zeros", std=0.0)
+    return _param(dims, shape, layers, init="ones" if ones else "zeros")
 
 
 def scalar(value: float, *, layers: int = 0) -> nnx.Param[Any]:
     """One number for each layer, which begins at `value`."""
-    return _param("", (), layers, init="constant", std=value)
+    return _param("", (), layers, init="constant", init_value=value)
 
 
 def load_bias(dims: str, shape: tuple[int, ...], *, rate: float, layers: int = 0) -> nnx.Param[Any]:
     """A vector over experts whose gradient is their load, and whose update is a step of `rate` against it."""
-    return _param(dims, shape, layers, init="load", std=rate)
+    return _param(dims, shape, layers, init="zeros", update="expert_load", load_step=rate)
 
 
 def aligned(vector: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -67,15 +70,19 @@ def _param(
     layers: int,
     *,
     init: str,
-    std: float,
+    std: float = 0.0,
     top_k: int = 0,
     mean: float = 0.0,
+    init_value: float = 0.0,
+    update: str = "gradient",
+    load_step: float = 0.0,
 ) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
     # The layout decides the dtype; float32 is a placeholder until values are drawn.
-    rules: dict[str, Any] = dict(dims=dims, init=init, std=std, top_k=top_k, mean=mean)
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **rules)
+    rules = (dims, init, std, top_k, mean, init_value, update, load_step)
+    metadata: dict[str, Any] = dict(zip(_RULES, rules, strict=True))
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
 
 
 def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
@@ -83,11 +90,8 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
     infos: list[ParamInfo] = []
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         meta = variable.get_metadata()
-        shape, rules = (
-            variable.get_value().shape,
-            (meta[name] for name in ("dims", "init", "std", "top_k", "mean")),
-        )
-        infos.append(ParamInfo(".".join(map(str, path)), shape, *rules))
+        rules: dict[str, Any] = {name: meta[name] for name in _RULES}
+        infos.append(ParamInfo(".".join(map(str, path)), variable.get_value().shape, **rules))
     # By path: the order in which modules are built must not order the state.
     return tuple(sorted(infos, key=lambda info: info.path))
 
@@ -151,7 +155,7 @@ def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = 
     shape = info.shape if layer is None else info.shape[1:]
     if info.init != "normal":
         if info.init == "constant":
-            return _or_identity(info, layer, jnp.full(shape, info.std, dtype))
+            return _or_identity(info, layer, jnp.full(shape, info.init_value, dtype))
         constant = jnp.ones if info.init == "ones" else jnp.zeros
         return _or_identity(info, layer, constant(shape, dtype))
     keys = jnp.asarray(_draw_keys(info, seed, layers=None if layer is None else info.shape[0]))

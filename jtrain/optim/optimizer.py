@@ -157,7 +157,10 @@ class Optimizer:
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
             by_path = flatten_by_path(self.params, grads).items()
-            norm = optax.tree.norm({k: _f32(grad) for k, grad in by_path if self.infos[k].init != "load"})
+            # The "gradient" of correction biases is a count of tokens: it must not clip the others.
+            norm = optax.tree.norm(
+                {k: _f32(grad) for k, grad in by_path if self.infos[k].update == "gradient"}
+            )
         clip = self.spec.clip_norm
         # A NaN norm makes a NaN scale: the guard sees the norm and does not apply the update.
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
@@ -261,8 +264,8 @@ class Optimizer:
         depending on the rest of the program, and the last bit would depend on the layout.
         """
         spec = self.spec
-        if info.init == "load":
-            moved = step_against_load(grad, param, rate=info.std)
+        if info.update == "expert_load":
+            moved = step_against_load(grad, param, rate=info.load_step)
             return jnp.where(update.applied, moved, param), leaf
         mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
@@ -319,9 +322,10 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
     spec.check_param_dtype(layout.precision.param_dtype)
     for p in layout.trained:
         precision = layout.precision
-        if p.info.init == "load" and (precision.param_dtype, precision.grad_accum_dtype) != ("float32",) * 2:
+        is_float32 = (precision.param_dtype, precision.grad_accum_dtype) == ("float32", "float32")
+        if p.info.update == "expert_load" and not is_float32:
             raise UserError(
-                f"model.moe.bias_update_rate={p.info.std} with precision.param_dtype={precision.param_dtype}, "
+                f"model.moe.bias_update_rate={p.info.load_step} with precision.param_dtype={precision.param_dtype}, "
                 f"precision.grad_accum_dtype={precision.grad_accum_dtype}: a step of a bias, and a count of "
                 "tokens, need float32. Set both to float32, or bias_update_rate=0."
             )

@@ -65,7 +65,7 @@ def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""]
     device_grads = {
         p.info.path: grad_by_path[p.info.path].astype(jnp.float32)
         for p in layout.trained
-        if p.info.path not in on_host and p.info.init != "load"
+        if p.info.path not in on_host and p.info.update == "gradient"
     }
 
     def host_squares(grads: dict[str, Array]) -> Float[Array, ""]:

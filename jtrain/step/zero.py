@@ -358,7 +358,7 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     if not axes:
         return grad
     # Counts of tokens are exact in float32 only.
-    dtype = "float32" if p.info.init == "load" else layout.precision.reduce_dtype
+    dtype = "float32" if p.info.update == "expert_load" else layout.precision.reduce_dtype
     return jax.lax.psum(grad.astype(dtype), axes).astype(jnp.float32)
 
 
