@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_every_file_that_a_page_names_is_there(page: str) -> None:
     """Paths in backticks below the folders of the repository; a workdir's or a user's are none of ours."""
     named = re.findall(r"`((?:jtrain|kernels|tests|configs|launch|docs)/[\w./]+)`", TEXTS[page])
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_glossary_has_the_legend_of_the_code() -> None:
+    """Its table of dimension letters is the one of jtrain/layout/dims.py, which has the whole alphabet."""
+    glossary, dims = (
+        [line for line in (ROOT / path).read_text().splitlines() if re.match(r"\| [A-Z] \| ", line)]
+        for path in ("docs/glossary.md", "jtrain/layout/dims.py")
+    )
+    assert glossary == dims
+    assert sorted(re.findall(r"\| ([A-Z]) \|", "\n".join(dims))) == list(string.ascii_uppercase)
 
 
 def test_every_module_of_the_changelog_is_where_it_says() -> None:

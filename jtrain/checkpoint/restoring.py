@@ -46,8 +46,10 @@ class Restored:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PassedOver:
-    """Checkpoint that is not restored: step, reasons, and True if its files differ from what was saved."""
+class _Skipped:
+    """Checkpoint that is not restored: step, reasons, and True if its files differ from what was saved (False
+    where all hashes match, but the state could not be read).
+    """
 
     step: int
     reasons: tuple[str, ...]
@@ -71,41 +73,42 @@ def restore_newest(
       CheckpointError: no checkpoint is whole; the newest whole one is of another model or optimizer; or the
         disk or store cannot be read.
     """
-    passed: list[_PassedOver] = []
+    skipped: list[_Skipped] = []
     # First: such a folder is not among `files.steps`, but the user should hear that it is passed over.
     lost = _list_steps(folder, removal.lost_manifests)
-    passed += [_PassedOver(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
+    skipped += [_Skipped(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
     for step in reversed(_list_steps(folder, files.steps)):
-        manifest, wrong = _check_files(folder / str(step), verify=True)
-        if wrong or manifest is None:
-            passed.append(_PassedOver(step, wrong, damaged=True))
+        manifest, damage_lines = _check_files(folder / str(step), verify=True)
+        if damage_lines or manifest is None:
+            skipped.append(_Skipped(step, damage_lines, damaged=True))
             continue
         _check_same(folder / str(step), manifest.leaves, like, order)
-        state, unread = _read(folder / str(step), like, order=order)
-        # Checked once more to tell the two causes apart: damage sets
-        # the checkpoint aside, a bad moment is tried again.
-        if unread:  # because of damage since the check, or because a disk or store failed for a moment
-            _, wrong = _check_files(folder / str(step), verify=True)
-            state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
-        if unread:
-            passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
+        state, read_errors = _read(folder / str(step), like, order=order)
+        # Damaged since the check, or away for a moment? Damage sets it aside; a bad moment is tried again.
+        if read_errors:
+            _, damage_lines = _check_files(folder / str(step), verify=True)
+            state, read_errors = (
+                (None, damage_lines) if damage_lines else _read(folder / str(step), like, order=order)
+            )
+        if read_errors:
+            skipped.append(_Skipped(step, read_errors, damaged=bool(damage_lines)))
             continue
         # Renamed only now, when an older one was really read: before that, nothing could replace them.
         warnings = [
             *_move_away(
                 folder,
-                [checkpoint for checkpoint in passed if checkpoint.step > step],
+                [checkpoint for checkpoint in skipped if checkpoint.step > step],
                 then=f"going on from step {step}",
             )
         ]
-        warnings += [_lost_line(folder, checkpoint) for checkpoint in passed if checkpoint.step < step]
-        warnings += _missing_newest(folder, step, passed)
+        warnings += [_lost_line(folder, checkpoint) for checkpoint in skipped if checkpoint.step < step]
+        warnings += _missing_newest(folder, step, skipped)
         return Restored(step, state, read_data_state(folder, step), tuple(warnings))
-    if not passed:
+    if not skipped:
         return Restored()
     if from_scratch:
-        return Restored(messages=tuple(_move_away(folder, passed, then="beginning at step 0")))
-    raise _none_whole_error(folder, passed)
+        return Restored(messages=tuple(_move_away(folder, skipped, then="beginning at step 0")))
+    raise _none_whole_error(folder, skipped)
 
 
 def restore(
@@ -130,9 +133,9 @@ def restore(
     """
     path, manifest = open_step(folder, step, verify=verify)
     _check_same(path, manifest.leaves, like, order)
-    state, unread = _read(path, like, order=order)
-    if unread:
-        raise _damaged_error(folder, step, unread)
+    state, read_errors = _read(path, like, order=order)
+    if read_errors:
+        raise _damaged_error(folder, step, read_errors)
     return state, read_data_state(folder, step)
 
 
@@ -152,9 +155,9 @@ def restore_part(
     branches = tuple(f"{name}." for name in like)
     saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
     _check_same(path, saved, like, order, whole=whole)
-    state, unread = _read(path, like, only_some=True, order=order)
-    if unread:
-        raise _damaged_error(folder, step, unread)
+    state, read_errors = _read(path, like, only_some=True, order=order)
+    if read_errors:
+        raise _damaged_error(folder, step, read_errors)
     return state
 
 
@@ -168,9 +171,9 @@ def open_step(folder: Path, step: int, *, verify: bool) -> tuple[Path, Manifest]
     if step not in complete_steps:
         steps_text = f"steps {', '.join(map(str, complete_steps))}" if complete_steps else "none"
         raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {steps_text}.")
-    manifest, wrong = _check_files(folder / str(step), verify=verify)
-    if wrong or manifest is None:
-        raise _damaged_error(folder, step, wrong)
+    manifest, damage_lines = _check_files(folder / str(step), verify=verify)
+    if damage_lines or manifest is None:
+        raise _damaged_error(folder, step, damage_lines)
     return folder / str(step), manifest
 
 
@@ -213,21 +216,21 @@ def _check_files(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[st
     Raises:
       CheckpointError: some process cannot read the disk or store, or sees other files than the others do.
     """
-    manifest, wrong, unreadable = None, [], ""
+    manifest, damage_lines, unreadable = None, [], ""
     share = (multihost.process_index(), multihost.process_count())
     try:
         manifest = files.read_manifest(path)
         # Sizes in every process, which also compares their views of the folder; hashes of one share only.
-        wrong = files.find_damage(path, manifest, hashes=False)
-        if verify and not wrong:
-            wrong = files.find_damage(path, manifest, share=share)
+        damage_lines = files.find_damage(path, manifest, hashes=False)
+        if verify and not damage_lines:
+            damage_lines = files.find_damage(path, manifest, share=share)
     except files.OtherVersionError:
         raise  # in all processes
     except CheckpointError as error:
-        wrong = [str(error)]
+        damage_lines = [str(error)]
     except Exception as error:  # clients of stores raise many types
         if _is_damage(error):
-            wrong = [error_line(error)]
+            damage_lines = [error_line(error)]
         else:
             unreadable = error_line(error)
     # Before the damage is judged: a process that cannot reach the store says nothing about the files.
@@ -236,7 +239,7 @@ def _check_files(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[st
             f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the "
             "files: check the disk, the network or the credentials, and run the same command again."
         )
-    lines_of_processes = multihost.gather_texts("\n".join(wrong))
+    lines_of_processes = multihost.gather_texts("\n".join(damage_lines))
     # Once per line: all processes find a missing file.
     return manifest, tuple(dict.fromkeys(line for text in lines_of_processes for line in text.splitlines()))
 
@@ -278,12 +281,12 @@ def _read(
     return (None, failures) if failures else (state, ())
 
 
-def _move_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
+def _move_away(folder: Path, skipped: list[_Skipped], *, then: str) -> list[str]:
     """Renames checkpoints that are passed over; returns one line for each."""
 
     def move() -> str:
         lines: list[str] = []
-        for checkpoint in passed:
+        for checkpoint in skipped:
             name = removal.set_aside(folder, checkpoint.step)
             state_text = (
                 "is damaged" if checkpoint.damaged else "cannot be read, although all its hashes match"
@@ -297,24 +300,24 @@ def _move_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[st
     return in_process_zero(move, folder).splitlines()
 
 
-def _lost_line(folder: Path, checkpoint: _PassedOver) -> str:
+def _lost_line(folder: Path, checkpoint: _Skipped) -> str:
     return (
         f"WARNING: {folder / str(checkpoint.step)} holds arrays but no {files.MANIFEST}: it is no "
         "checkpoint, and not read."
     )
 
 
-def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
+def _missing_newest(folder: Path, step: int, skipped: list[_Skipped]) -> list[str]:
     """Returns a warning if a newer checkpoint than any that is here was committed, with no trace of it left.
 
     Args:
       step: step that was restored.
-      passed: checkpoints that were not restored; each has a warning of its own.
+      skipped: checkpoints that were not restored; each has a warning of its own.
     """
     # Process 0 alone reads the folder, and `_list_steps` gives its list to all: here a list of one step, 0 if
     # nothing was ever committed.
     [last] = _list_steps(folder, lambda folder: [files.last_commit(folder) or 0])
-    if last <= step or any(checkpoint.step >= last for checkpoint in passed):
+    if last <= step or any(checkpoint.step >= last for checkpoint in skipped):
         return []
     return [
         f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on "
@@ -322,10 +325,10 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
     ]
 
 
-def _none_whole_error(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
+def _none_whole_error(folder: Path, skipped: list[_Skipped]) -> CheckpointError:
     lines = "\n".join(
         f"  step {checkpoint.step}: {_join_some(checkpoint.reasons, '; ')}"
-        for checkpoint in sorted(passed, key=lambda checkpoint: checkpoint.step)
+        for checkpoint in sorted(skipped, key=lambda checkpoint: checkpoint.step)
     )
     return CheckpointError(
         f"No checkpoint in {folder} is whole:\n{lines}\nNothing was changed. Restore the files from a copy "
@@ -337,7 +340,7 @@ def _join_some(lines: tuple[str, ...], between: str) -> str:
     return first_few(lines, MAX_NAMED_LEAVES, between)
 
 
-def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
+def _damaged_error(folder: Path, step: int, damage_lines: tuple[str, ...]) -> CheckpointError:
     """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
     path = folder / str(step)
     # Newest first: the intact one closest to the damaged step loses the least work.
@@ -354,7 +357,9 @@ def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> Checkpoin
         way_out = (
             f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
         )
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_join_some(wrong, '\n  ')}\n{way_out}")
+    return CheckpointError(
+        f"The checkpoint {path} is damaged:\n  {_join_some(damage_lines, '\n  ')}\n{way_out}"
+    )
 
 
 def _check_same(

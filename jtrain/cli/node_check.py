@@ -1,4 +1,4 @@
-"""Check of every node before a run starts: `python -m jtrain.node_check`, with the training command's
+"""Command line of the check of every node (`jtrain/runtime/node_check.py`); it takes the training command's
 arguments.
 """
 

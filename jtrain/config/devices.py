@@ -9,7 +9,7 @@ import jax
 from jtrain.config.load import choose_microbatches
 from jtrain.config.run import Run, build_run, validate
 from jtrain.errors import UserError, first_few
-from jtrain.layout.layout_spec import split_batch
+from jtrain.layout.batch_split import split_batch
 
 
 def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:

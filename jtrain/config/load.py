@@ -14,8 +14,8 @@ from jtrain.config import fiddlers as shared
 from jtrain.config import tree
 from jtrain.config.run import Run, build_component
 from jtrain.errors import UserError, did_you_mean
+from jtrain.layout.batch_split import split_batch
 from jtrain.layout.layout import LayoutSpec
-from jtrain.layout.layout_spec import split_batch
 from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
 from jtrain.runtime.user_code import load_python_file, located
 
@@ -49,7 +49,7 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
         # Again: a fiddler may have put a component in.
         tree.expand(config)
     # Before `--set`, so that a message names the config's own value.
-    tree.check_types(config)
+    tree.convert_types(config)
     for text in sets:
         tree.set_path(config, text)
     return config

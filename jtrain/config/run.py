@@ -20,8 +20,9 @@ from jtrain.data import PackedText, Source
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.sources.source import HELD_OUT_PREFIX, field_of, is_source_name
 from jtrain.errors import UserError
+from jtrain.layout.batch_split import check_batch
 from jtrain.layout.dims import AdapterDropout, ParamInfo
-from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
+from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.layout.precision import PrecisionSpec

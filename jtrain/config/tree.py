@@ -98,19 +98,19 @@ def _expand_value(value: Any) -> Any:
     return value
 
 
-def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
-    """Checks every value against its field's annotation; converts int to float and list to tuple where
-    needed.
+def convert_types(config: fdl.Config[Any], prefix: str = "") -> None:
+    """Converts every value to the type of its field, in place: int to float, list to tuple; refuses all other
+    types.
 
     Raises:
       UserError: a value has the wrong type; names the path, the value and the type.
     """
     for name, (annotation, value) in _fields(config).items():
         if isinstance(value, fdl.Config):
-            check_types(value, f"{prefix}{name}.")
+            convert_types(value, f"{prefix}{name}.")
         elif (named := _named_components(annotation, value)) is not None:
             for key, item in named.items():
-                check_types(item, f"{prefix}{name}.{key}.")
+                convert_types(item, f"{prefix}{name}.{key}.")
         # Defaults are the class's own, which its author has checked; only what was set is checked here.
         elif name in config.__arguments__:
             setattr(config, name, convert_field(prefix + name, value, annotation))
@@ -216,7 +216,7 @@ def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]
         if unknown := [name for name in fields if name not in names]:
             raise UserError(f"{path}.{key} has no field {unknown[0]}. It has: {', '.join(names)}.")
         component = components[key] = fdl.Config(kind, **fields)
-        check_types(component, f"{path}.{key}.")
+        convert_types(component, f"{path}.{key}.")
     return components
 
 

@@ -29,7 +29,6 @@ from jtrain.layout.conflicts import check_adapter, check_blocks, check_groups, c
 from jtrain.layout.dims import AdapterDropout, ParamInfo
 from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
-from jtrain.layout.layout_spec import check_batch as check_batch
 from jtrain.layout.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
 from jtrain.layout.offload_spec import OFFLOADABLE, check_not_empty, largest_first
 from jtrain.layout.offload_spec import OffloadSpec as OffloadSpec
@@ -107,15 +106,15 @@ class ParamLayout:
         return self.info.dtype or precision.param_dtype
 
     @functools.cached_property
-    def param(self) -> P:
+    def param_partition(self) -> P:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
             # Shared key heads lie split by D between steps, parameter and optimizer state alike.
-            return self.optimizer
+            return self.optimizer_partition
         return self.spec(zero_sharded=self.zero_stage >= 3)
 
     @functools.cached_property
-    def optimizer(self) -> P:
+    def optimizer_partition(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
             # `tensor` splits D, not K: with fewer heads than devices each head would be stored several times.
@@ -125,7 +124,7 @@ class ParamLayout:
         return self.spec(zero_sharded=self.zero_stage >= 1)
 
     @functools.cached_property
-    def accumulator(self) -> P:
+    def accumulator_partition(self) -> P:
         """Partition of the gradient while microbatches accumulate."""
         return self.spec(zero_sharded=self.zero_stage >= 2)
 
@@ -328,7 +327,7 @@ def make_layout(
         layouts = _with_gradients_on_host(spec, mesh, layouts)
     for p in layouts:
         if p.info.dtype in CODES_PER_BYTE:
-            check_blocks(p.info, p.param, mesh, on_host)
+            check_blocks(p.info, p.param_partition, mesh, on_host)
     shared_fields: Any = dict(
         context_order=context_order,
         precision=precision,
@@ -354,7 +353,9 @@ def _with_gradients_on_host(
     offloadable = [
         p
         for p in layers
-        if p.accumulator == p.optimizer and p.shared_by == 1 and not unsplit_axes(p.optimizer, mesh.shape)
+        if p.accumulator_partition == p.optimizer_partition
+        and p.shared_by == 1
+        and not unsplit_axes(p.optimizer_partition, mesh.shape)
     ]
     # The share counts all layers' gradients, also those that must stay on the device.
     share = spec.offload.share("gradients")

@@ -142,7 +142,8 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of one device's block; a dimension shorter than its axes has length 1."""
     lengths = list(shape)
-    for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
+    # A plain loop: a search calls this tens of thousands of times.
+    for dim, axes in enumerate(spec):
         if axes is not None:
             # At least 1: with more devices than key heads each device computes one head.
             lengths[dim] = max(1, lengths[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))

@@ -6,7 +6,7 @@ same `step`, and so do the random bits of stochastic rounding. The optimizer's s
 own, so none can drift after a restore.
 """
 
-from jtrain.optim.learning_rate import Cosine, StepsOrFraction, WarmupStableDecay
+from jtrain.optim.decay_schedules import Cosine, StepsOrFraction, WarmupStableDecay
 from jtrain.optim.optimizer import Optimizer, Update, build, check_layout
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import Moments, ParamTree, state_bytes

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import FIELDS, Layout, LayoutSpec
+from jtrain.optim.decay_schedules import whole_steps
 from jtrain.optim.expert_load import step_against_load
-from jtrain.optim.learning_rate import whole_steps
 from jtrain.optim.newton_schulz import matrix_dims, orthogonal_step
 from jtrain.optim.rounding import Noise, round_alone, to_bfloat16
 from jtrain.optim.spec import AdamW, Muon
@@ -331,7 +331,7 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
             )
         blocking = blocks(spec, p.info)
         # Blocks lie along H or F: only F can be split, and by `tensor` alone.
-        axis = None if blocking is None else p.optimizer[len(p.info.shape) + blocking.dim]
+        axis = None if blocking is None else p.optimizer_partition[len(p.info.shape) + blocking.dim]
         if blocking is None or axis is None:
             continue
         length, shards = p.info.shape[blocking.dim], layout.mesh.shape[axis]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jtrain.errors import UserError
-from jtrain.optim.learning_rate import Cosine, StepsOrFraction, WarmupStableDecay
+from jtrain.optim.decay_schedules import Cosine, StepsOrFraction, WarmupStableDecay
 from jtrain.optim.validators import check_choice, check_number, check_steps
 
 _STALL = {"float32": 0.0, "bfloat16": 2.0**-8, "bfloat16_sr": 0.0, "int8": 0.0}

@@ -14,7 +14,7 @@ from pathlib import Path
 from jtrain.errors import UserError
 from jtrain.pipeline.cells import read_csv
 from jtrain.pipeline.checker import check
-from jtrain.pipeline.families import make_schedule
+from jtrain.pipeline.published_schedules import make_schedule
 from jtrain.pipeline.schedule import ChunkPlacement, PipelineSchedule, stage_of
 from jtrain.pipeline.spec import V_SHAPED, PipelineSpec
 

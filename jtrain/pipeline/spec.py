@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jtrain.errors import UserError, did_you_mean
-from jtrain.pipeline.families import FAMILIES
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES
 
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which worker p of P has the virtual stages p and 2P - 1 - p."""
@@ -31,10 +31,10 @@ class PipelineSpec:
     def __post_init__(self) -> None:
         name = self.schedule
         # A path is told by its ending alone: the file is read when the layout is made.
-        if name not in FAMILIES and not self.is_file:
+        if name not in PUBLISHED_SCHEDULES and not self.is_file:
             raise UserError(
-                f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, FAMILIES)}there are "
-                f"{', '.join(FAMILIES)}, or the path of a CSV file (.csv)."
+                f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, PUBLISHED_SCHEDULES)}there are "
+                f"{', '.join(PUBLISHED_SCHEDULES)}, or the path of a CSV file (.csv)."
             )
         if name == "interleaved" and self.chunks < 2:
             raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jtrain.pipeline.families import make_schedule
+from jtrain.pipeline.published_schedules import make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
 from jtrain.pipeline.tick_grid import BACKWARD, FORWARD, MOMENTS, NONE, WEIGHT, Lives, Packing, TickGrid, pack
 

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 
-from jtrain.layout.layout import Layout, LayoutSpec, check_batch
+from jtrain.layout.batch_split import check_batch
+from jtrain.layout.layout import Layout, LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon

@@ -94,10 +94,9 @@ def search(
         # The groups are sorted, so no later one can be faster either.
         if fastest.working_s >= limit():
             break
-        frugal, ends = (
-            series_list[-1],
-            (len(series_list[-1].parts) - 1, 0),
-        )  # one microbatch needs no accumulator
+        frugal = series_list[-1]
+        # The last index has the most microbatches, the first the fewest: one alone needs no accumulator.
+        ends = (len(frugal.parts) - 1, 0)
         # Where the smallest layout of a group does not fit, none of the group does.
         any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
         # Stages are not combined with layouts that are made to fit by the host.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.layout.mesh import AXES, MeshSpec
 from jtrain.optim import check_layout
-from jtrain.pipeline.families import FAMILIES
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors
 from jtrain.plan.search_task import Point, SearchTask, estimate_job, fits, with_step_time
@@ -80,7 +80,7 @@ def _changes(task: SearchTask, point: Point) -> Iterator[tuple[LayoutSpec, MeshS
 
 
 def _pipeline_changes(pipeline: PipelineSpec) -> Iterator[PipelineSpec]:
-    for name, gather in itertools.product(FAMILIES, ("tick", "step")):
+    for name, gather in itertools.product(PUBLISHED_SCHEDULES, ("tick", "step")):
         for chunks in range(2, _MAX_CHUNKS + 1) if name == "interleaved" else (1,):
             yield PipelineSpec(name, chunks, gather)
 

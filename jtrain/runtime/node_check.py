@@ -1,4 +1,4 @@
-"""Check of every node before a run starts, `python -m jtrain.node_check`.
+"""Sums, disk and devices of this node, checked beside those of all others before a run starts.
 
 Each process multiplies two matrices on each of its devices and writes, reads and removes a file on its node's
 disk. Then all processes add up one number per device. A node that computes wrongly, has fewer devices than

@@ -75,7 +75,7 @@ def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""]
         axes = [axis for axis, size in layout.mesh.shape.items() if size > 1]
         return jax.lax.psum(sum(parts, jnp.zeros(())), axes)
 
-    specs = {path: p.optimizer for path, p in on_host.items()}
+    specs = {path: p.optimizer_partition for path, p in on_host.items()}
     sum_host_squares = jax.shard_map(
         host_squares, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
@@ -161,7 +161,9 @@ class GradientSums:
                 if self.layout.precision.grad_accum_dtype == "float32":
                     return total + grad.astype(total.dtype)
                 # Noise is indexed by the global position, so that sums are the same bits on every mesh.
-                start = global_start(p.accumulator, (1, *total.shape) if p.info.is_stacked else total.shape)
+                start = global_start(
+                    p.accumulator_partition, (1, *total.shape) if p.info.is_stacked else total.shape
+                )
                 noise = Noise(p.info, self.seed, layer, start[p.info.is_stacked :])
                 sum_ = total.astype(jnp.float32) + grad.astype(jnp.float32)
                 return to_bfloat16(sum_, noise.bits("gradient", sum_.shape))

@@ -124,7 +124,7 @@ def _not_finite_by_device(
     layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
 ) -> Float[Array, " devices"]:
     """Counts the NaN and infinite elements of each device's shards of the optimizer's arrays."""
-    specs = {p.info.path: p.optimizer for p in layout.trained if p.info.path in arrays}
+    specs = {p.info.path: p.optimizer_partition for p in layout.trained if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
     def count_shards(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
@@ -143,7 +143,9 @@ def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
     Neither can one that Muon updates, because Muon needs whole matrices.
     """
     return (
-        p.param_memory == "pinned_host" and p.param == p.optimizer and not uses_muon(optimizer.spec, p.info)
+        p.param_memory == "pinned_host"
+        and p.param_partition == p.optimizer_partition
+        and not uses_muon(optimizer.spec, p.info)
     )
 
 
@@ -165,7 +167,7 @@ def _streamed_update(
     def streamed_param(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
         is_stacked = p.info.dims.startswith("Y")
         slices = Slices({_GRAD: grad, **state}, stacked=is_stacked)
-        start = global_start(p.optimizer, grad.shape)
+        start = global_start(p.optimizer_partition, grad.shape)
         # One count per slice, sliced like every other array.
         counts = jnp.zeros((grad.shape[0], slices.parts) if is_stacked else (slices.parts,), jnp.int32)
 
@@ -231,7 +233,7 @@ def _streamed_update(
         count = sum((jnp.sum(new.pop(_COUNT)) for new in new_states.values()), jnp.zeros((), jnp.int32))
         return new_states, count[None].astype(jnp.float32)
 
-    specs = {p.info.path: p.optimizer for p in layouts}
+    specs = {p.info.path: p.optimizer_partition for p in layouts}
     out_specs = (specs, P(mesh.axis_names))
     return jax.shard_map(
         update_shards, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False
@@ -240,7 +242,7 @@ def _streamed_update(
 
 def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
     """Slices from a whole parameter the shard whose optimizer state each device holds."""
-    if p.param == p.optimizer:
+    if p.param_partition == p.optimizer_partition:
         return param
     dim = p.zero_dim
     assert dim is not None
@@ -251,9 +253,9 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
             full_param, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
         )
 
-    return jax.shard_map(slice_shard, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(
-        param
-    )
+    return jax.shard_map(
+        slice_shard, mesh=mesh, in_specs=p.param_partition, out_specs=p.optimizer_partition, check_vma=False
+    )(param)
 
 
 def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
@@ -263,7 +265,7 @@ def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, sh
     the donated parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its
     end.
     """
-    if p.param == p.optimizer:
+    if p.param_partition == p.optimizer_partition:
         return shard
     dim = p.zero_dim
     assert dim is not None
@@ -272,6 +274,6 @@ def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, sh
         parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
         return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
-    return jax.shard_map(gather_param, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(
-        shard
-    )
+    return jax.shard_map(
+        gather_param, mesh=mesh, in_specs=p.optimizer_partition, out_specs=p.param_partition, check_vma=False
+    )(shard)

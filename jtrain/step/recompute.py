@@ -158,7 +158,7 @@ def make_signature(
         words = _local_signature(model, layout, params, scaling, batch)[None]
         return jax.lax.all_gather(words, axes, axis=0, tiled=True) if axes else words
 
-    params_spec = param_tree(layout, lambda p: p.param)
+    params_spec = param_tree(layout, lambda p: p.param_partition)
     specs = (params_spec, layout.per_layer, BATCH_SPEC)
     sharded_signature = jax.shard_map(
         local_signature, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False

@@ -66,11 +66,15 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
         lambda info: jax.ShapeDtypeStruct(info.shape, _drawn_dtype(layout, optimizer)), infos
     )
     shapes = jax.eval_shape(lambda params: _first_state(layout, optimizer, params), drawn_shapes)
-    params = _for_each_array(layout, lambda p: sharding(mesh, p.param, p.param_memory), shapes.params)
+    params = _for_each_array(
+        layout, lambda p: sharding(mesh, p.param_partition, p.param_memory), shapes.params
+    )
     # Whole arrays are in one memory each, so the tree does not depend on the offload.
     opt_state = optimizer.state_map(
         lambda info, name: sharding(
-            mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
+            mesh,
+            layouts[info.path].optimizer_partition,
+            "pinned_host" if (info.path, name) in on_host else "device",
         )
     )
     scaling = jax.tree.map(lambda _: NamedSharding(mesh, layout.per_layer), shapes.scaling)

@@ -110,15 +110,20 @@ def make_train_step(
             model, layout, params, scaling, batch, step, objective
         ),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC, P()),
-        out_specs=(trained_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
+        in_specs=(param_tree(layout, lambda p: p.param_partition), layout.per_layer, BATCH_SPEC, P()),
+        out_specs=(
+            trained_tree(layout, lambda p: p.optimizer_partition),
+            layout.per_layer,
+            P(),
+            P(mesh.axis_names),
+        ),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
 
     update = make_update(optimizer, layout, mesh)
     abstract = abstract_state(layout, optimizer, mesh)
     grad_specs = [
-        None if p.gradient_memory == "pinned_host" else p.optimizer
+        None if p.gradient_memory == "pinned_host" else p.optimizer_partition
         for p in jax.tree.leaves(trained_tree(layout, lambda p: p))
     ]
     state_sums = StateSums(abstract, mesh, grad_specs) if checksums else None
@@ -214,7 +219,7 @@ def make_eval_step(
         # From microbatches to rows.
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values)
 
-    params_spec = param_tree(layout, lambda p: p.param)
+    params_spec = param_tree(layout, lambda p: p.param_partition)
     values_spec = P(BATCH_AXES, ("context", "tensor"))
     sharded_values = jax.shard_map(
         local_values, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=values_spec, check_vma=False

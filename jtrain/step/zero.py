@@ -354,7 +354,7 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     if p.shared_by > 1:
         grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
     # An axis that splits the gradient has been summed already, by a reduce-scatter or in the layer.
-    axes = unsplit_axes(p.optimizer, layout.mesh.shape)
+    axes = unsplit_axes(p.optimizer_partition, layout.mesh.shape)
     if not axes:
         return grad
     # Counts of tokens are exact in float32 only.

@@ -1,4 +1,7 @@
-"""When a failed run is started again, and with which exit code it is given up."""
+"""Pause before each restart, and how many restarts there may be.
+
+`Supervisor._decide_restart` decides if a failed run is started again.
+"""
 
 import signal
 

@@ -27,9 +27,10 @@ from jtrain.config.trained_params import read_params
 from jtrain.data import put_batch
 from jtrain.data.constructor.context_order import context_order
 from jtrain.errors import UserError
+from jtrain.layout.batch_split import check_batch
 from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
-from jtrain.layout.layout import Layout, check_batch
+from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer

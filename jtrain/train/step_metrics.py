@@ -163,11 +163,11 @@ class StepLog(Callback):
                 data_queue={loader.name: loader.queued for loader in stats.loaders},
                 data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
                 **{name: float(values[name]) for name in PAIR_MEANS if name in values},
-                **self._machine(seconds / interval.steps),
+                **self._machine_fields(seconds / interval.steps),
             )
         )
 
-    def _machine(self, step_s: float) -> dict[str, Any]:
+    def _machine_fields(self, step_s: float) -> dict[str, Any]:
         """Returns the fields of a metrics line about hosts and devices; a collective with several
         processes.
         """

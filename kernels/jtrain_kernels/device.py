@@ -101,82 +101,85 @@ _FLOPS_PER_CORE_CYCLE = {
 """Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4
 TFLOP/s."""
 
-# Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet;
-#   Google
-# Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links
-# of a chip. Host links: PCIe 4.0 x16 and 5.0 x16 (32 and 64 GB/s each way), NVLink-C2C 900 GB/s both ways
-# together (GH200); of TPUs the scaling book, part 2: 16 GB/s for v4, 15 for v5, 32 for v6e. Networks: a
-# ConnectX-6 (200 Gbit/s, DGX A100) or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU
-# host (scaling book, part 2). Power: the data sheets' maximum (of a GH200 with its CPU); TPU v4 192 W
-# (arXiv:2304.01433, table 4). Scratch: the CUDA programming guide's table of compute capabilities (opt-in,
-# per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/tpu_info.py. Figures that are not
-# published are None. RTX 4090 and 5090: NVIDIA's Ada and RTX Blackwell architecture white papers (dense,
-# float32 accumulation); L40S, B300, GB200 and GB300 NVL72: NVIDIA data sheets, halves of the peaks with
-# sparsity; their racks join 72 GPUs, hosts are compute trays of 4 GPUs, whose C2C of 900 GB/s both ways two
-# GPUs share; ConnectX-7 (GB200) and ConnectX-8 (B300, GB300, 800 Gbit/s) per GPU. AMD Instinct MI325X and
-# MI355X data sheets: seven links of 128 and 153.6 GB/s both ways.
-# trn2: AWS Neuron documentation, Trainium2, and EC2's figures of trn2.48xlarge (16 chips, 3.2 Tbit/s).
+# PCIe 4.0 x16 and 5.0 x16: 32 and 64 GB/s each way. A network adapter per GPU: ConnectX-6 (200 Gbit/s, DGX A100)
+# and ConnectX-7 (400 Gbit/s, DGX H100, H200 and B200).
 _PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec("cpu", "cpu", "cpu", None, None, None, None, None),
+        # NVIDIA A100 data sheet (SXM, dense).
         DeviceSpec(
             "a100", "gpu", "A100", 312e12, None, 80 * _GB, 2.039e12, 300e9, 108, (8, 0),
             host=_PCIE4, linked=8, power_w=400.0, scratch_bytes=163 * 1024,
         ),
+        # NVIDIA H100 data sheet (SXM, dense).
         DeviceSpec(
             "h100", "gpu", "H100", 989.4e12, 1978.9e12, 80 * _GB, 3.35e12, 450e9, 132, (9, 0),
             host=_PCIE5, linked=8, power_w=700.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA H200 data sheet (SXM, dense).
         DeviceSpec(
             "h200", "gpu", "H200", 989.4e12, 1978.9e12, 141 * _GB, 4.8e12, 450e9, 132, (9, 0),
             host=_PCIE5, linked=8, power_w=700.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA GH200 data sheet: NVLink-C2C to the host has 900 GB/s both ways together; power with its CPU.
         DeviceSpec(
             "gh200", "gpu", "GH200", 989.4e12, 1978.9e12, 96 * _GB, 4e12, None, 132, (9, 0),
             host=Host(1, 450e9), power_w=1000.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA B200 data sheet (SXM, dense).
         DeviceSpec(
             "b200", "gpu", "B200", 2250e12, 4500e12, 180 * _GB, 8e12, 900e9, 148, (10, 0),
             host=_PCIE5, linked=8, power_w=1000.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA B300 data sheet, half of the peaks with sparsity; ConnectX-8 (800 Gbit/s).
         DeviceSpec(
             "b300", "gpu", "B300", 2250e12, 4500e12, 288 * _GB, 8e12, 900e9, 160, (10, 3),
             host=Host(8, 64e9, 100e9), linked=8, power_w=1100.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA GB200 NVL72 data sheet, half of the peaks with sparsity: 72 GPUs a rack; a host is a compute tray of 4
+        # GPUs, of which two share C2C of 900 GB/s both ways; ConnectX-7.
         DeviceSpec(
             "gb200", "gpu", "GB200", 2500e12, 5000e12, 186 * _GB, 8e12, 900e9, 148, (10, 0),
             host=Host(4, 225e9, 50e9), linked=72, power_w=1200.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA GB300 NVL72 data sheet, half of the peaks with sparsity; hosts as of gb200; ConnectX-8.
         DeviceSpec(
             "gb300", "gpu", "GB300", 2500e12, 5000e12, 279 * _GB, 8e12, 900e9, 160, (10, 3),
             host=Host(4, 225e9, 100e9), linked=72, power_w=1400.0, scratch_bytes=_HOPPER_SHARED,
         ),
+        # NVIDIA Ada architecture white paper (dense, float32 accumulation).
         DeviceSpec(
             "rtx4090", "gpu", "RTX 4090", 165.2e12, 330.3e12, 24 * _GB, 1.008e12, None, 128, (8, 9),
             host=Host(8, 32e9), power_w=450.0, scratch_bytes=99 * 1024,
         ),
+        # NVIDIA RTX Blackwell architecture white paper (dense, float32 accumulation).
         DeviceSpec(
             "rtx5090", "gpu", "RTX 5090", 209.5e12, 419e12, 32 * _GB, 1.792e12, None, 170, (12, 0),
             host=Host(8, 64e9), power_w=575.0, scratch_bytes=99 * 1024,
         ),
+        # NVIDIA L40S data sheet, half of the peaks with sparsity.
         DeviceSpec(
             "l40s", "gpu", "L40S", 362.05e12, 733e12, 48 * _GB, 8.64e11, None, 142, (8, 9),
             host=Host(8, 32e9), power_w=350.0, scratch_bytes=99 * 1024,
         ),
+        # AMD Instinct MI300X data sheet.
         DeviceSpec(
             "mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304,
             host=Host(8, 64e9), linked=8, power_w=750.0, scratch_bytes=64 * 1024,
         ),
+        # AMD Instinct MI325X data sheet: seven links of 128 GB/s both ways.
         DeviceSpec(
             "mi325x", "gpu", "MI325X", 1307.4e12, 2614.9e12, 256 * _GB, 6e12, 448e9, 304,
             host=Host(8, 64e9), linked=8, power_w=1000.0, scratch_bytes=64 * 1024,
         ),
+        # AMD Instinct MI355X data sheet: seven links of 153.6 GB/s both ways.
         DeviceSpec(
             "mi355x", "gpu", "MI355X", 2516.6e12, 5033.2e12, 288 * _GB, 8e12, 537.6e9, 256,
             host=Host(8, 64e9), linked=8, power_w=1400.0, scratch_bytes=160 * 1024,
         ),
+        # AWS Neuron documentation, Trainium2, and EC2's figures of trn2.48xlarge (16 chips, 3.2 Tbit/s).
         DeviceSpec(
             # JAX counts pairs of the eight NeuronCores as devices. A chip has 667e12, 1299e12, 96 GiB,
             # 2.9e12, 1.28e12 both ways. Its programs are planned as those of a GPU: nothing of its compiler
@@ -184,22 +187,27 @@ DEVICES = {
             "trn2", "gpu", "trn2", 166.75e12, 324.75e12, 24 * _GIB, 7.25e11, 160e9,
             host=Host(64, None, 6.25e9), linked=64, torus_dims=2,
         ),
+        # Google Cloud's TPU v4 page; power: arXiv:2304.01433, table 4.
         DeviceSpec(
             "v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10,
             host=Host(4, 16e9, 6.25e9), linked=4096, torus_dims=3, power_w=192.0, num_cores=2, scratch_bytes=16 * _MIB,
         ),
+        # Google Cloud's TPU v5e page.
         DeviceSpec(
             "v5e", "tpu", "TPU v5 lite", 197e12, None, 16 * _GIB, 8.1e11, 4 * 4.5e10,
             host=Host(8, 15e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
+        # Google Cloud's TPU v5p page.
         DeviceSpec(
             "v5p", "tpu", "TPU v5", 459e12, None, 95 * _GIB, 2.765e12, 6 * 9e10,
             host=Host(4, 15e9, 6.25e9), linked=8960, torus_dims=3, num_cores=2, scratch_bytes=64 * _MIB,
         ),
+        # Google Cloud's TPU v6e page.
         DeviceSpec(
             "v6e", "tpu", "TPU v6 lite", 918e12, None, 32 * _GIB, 1.64e12, 4 * 9e10,
             host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
+        # Google Cloud's TPU7x page.
         DeviceSpec(
             # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12,
             # six links of 1200 GB/s both ways together.
@@ -208,7 +216,14 @@ DEVICES = {
         ),
     )
 }  # fmt: skip
-"""Specification of every known device, by name."""
+"""Specification of every known device, by name; figures that are not published are None.
+
+Sources of several entries: the scratch memory of NVIDIA GPUs is the CUDA programming guide's table of compute
+capabilities (opt-in, per block), that of AMD's the CDNA 3 white paper (LDS), that of TPUs
+jax/_src/tpu_info.py. Power is the data sheet's maximum. TPUs: Google Cloud's system architecture pages; links
+between chips as in the scaling book, times the links of a chip; links to the host 16 GB/s for v4, 15 for v5
+and 32 for v6e, and 25 GB/s of network per host (scaling book, part 2).
+"""
 
 ENTRY_POINTS = "jtrain_kernels"
 """Group of entry points through which other distributions provide chips and kernels; each names a module."""

@@ -14,7 +14,7 @@ import pytest
 from jtrain.cli.plan import main
 from jtrain.config.load import load_config
 from jtrain.pipeline.cells import to_csv
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.pipeline_choice import plan_stages
 from tests.cli.loaded import list_loaded
@@ -92,12 +92,16 @@ def test_without_a_schedule_all_are_compared(output: Output) -> None:
     """The best in lockstep first; where I costs more than F, split backward passes lose to interleaving."""
     for costs, best in (("1,1,1", "zbv"), ("1,2,1", "interleaved")):
         printed = output("--stages", "4", "--microbatches", "16", "--costs", costs)
-        rows = [line.split()[0] for line in printed.splitlines() if line.strip().split(" ")[0] in FAMILIES]
-        assert sorted(rows) == sorted(FAMILIES)
+        rows = [
+            line.split()[0]
+            for line in printed.splitlines()
+            if line.strip().split(" ")[0] in PUBLISHED_SCHEDULES
+        ]
+        assert sorted(rows) == sorted(PUBLISHED_SCHEDULES)
         assert rows[0] == best
         assert f"take {best}: the smallest bubble in lockstep" in " ".join(printed.split())
     found = json.loads(output(*SMALL, "--json", "-"))
-    assert set(found) == set(FAMILIES)
+    assert set(found) == set(PUBLISHED_SCHEDULES)
     assert found["1f1b"]["peak_buffers"] == [4, 3, 2, 1]
 
 

@@ -154,8 +154,8 @@ def test_bits_do_not_depend_on_the_layout(axes: dict[str, int], zero_stage: Any,
     opt = optimizer(**PRECISIONS[precision])
     layout = make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(BY_PATH.values()))
     mesh = make_mesh(layout.mesh, jax.devices())
-    of_param = nested({p.info.path: NamedSharding(mesh, p.param) for p in layout.params})
-    of_state = nested({p.info.path: NamedSharding(mesh, p.optimizer) for p in layout.params})
+    of_param = nested({p.info.path: NamedSharding(mesh, p.param_partition) for p in layout.params})
+    of_state = nested({p.info.path: NamedSharding(mesh, p.optimizer_partition) for p in layout.params})
     out = (of_param, moments_like(opt, of_state))
 
     def constrain(params: Any) -> Any:
@@ -173,7 +173,7 @@ def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) ->
     opt = optimizer(**PRECISIONS[precision])
     mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
     layout = make_layout(LayoutSpec(zero_stage=3), MeshSpec(data=4, tensor=2), tuple(BY_PATH.values()))
-    specs = {p.info.path: p.optimizer for p in layout.params}
+    specs = {p.info.path: p.optimizer_partition for p in layout.params}
 
     def by_layer(params: Any, state: Any, grads: Any, step: Any) -> Any:
         update, leaves = opt.begin(grads, step), opt.leaves(state)

@@ -122,7 +122,7 @@ def make_step(rests: Rests, stages: int, pipeline: PipelineSpec) -> tuple[Layout
         total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(grads))  # or XLA would drop the gradients
         return jax.lax.psum(nats + total, "stage")
 
-    specs = (param_tree(layout, lambda p: p.param), jax.P())
+    specs = (param_tree(layout, lambda p: p.param_partition), jax.P())
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False))
     compiled = step.lower(params, ids).compile()
     return layout, lambda: compiled(params, ids).block_until_ready()

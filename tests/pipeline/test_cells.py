@@ -8,11 +8,11 @@ import pytest
 from jtrain.errors import FileError, UserError
 from jtrain.pipeline.cells import parse_csv, read_csv, to_csv
 from jtrain.pipeline.checker import check
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from tests.pipeline.toy import random_schedule
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_a_published_schedule_survives_the_file(name: str, tmp_path: Path) -> None:
     """Streams, chunks and placement; the numbers of the run are checked on the way."""
     schedule = make_schedule(name, 4, 8)

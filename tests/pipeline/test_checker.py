@@ -10,8 +10,8 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.pipeline.checker import check, needed_capacity
-from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.instructions import make_program
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageOp, parse_op
 from jtrain.pipeline.ticks import make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_program, run_table, unpipelined
@@ -142,7 +142,7 @@ def test_a_deadlock_may_depend_on_the_capacity_of_channels() -> None:
         check(schedule, capacity=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_every_microbatch_is_sent_once_over_every_border(name: str) -> None:
     """Sends and receives of a published schedule pair up, and local hand-overs need none."""
     schedule = make_schedule(name, 4, 8)

@@ -12,7 +12,7 @@ from jtrain.pipeline.clocks import (
     messages,
     unit_costs,
 )
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.tick_grid import PACKINGS
 from jtrain.pipeline.ticks import make_ticks
 
@@ -34,7 +34,7 @@ def test_a_tick_takes_as_long_as_its_slowest_worker() -> None:
 def test_neighbours_wait_less_than_all_but_never_less_than_dataflow() -> None:
     """The order of the clocks, for every schedule and packing, with costs that are not equal."""
     strict = 0
-    for name in FAMILIES:
+    for name in PUBLISHED_SCHEDULES:
         schedule = make_schedule(name, 4, 8)
         costs = equal_costs(schedule, 1.0, 2.0, 1.0)
         alone = dataflow(schedule, costs).makespan
@@ -78,7 +78,7 @@ def test_messages_delay_workers() -> None:
     assert lockstep(make_ticks(alone), equal_costs(alone, 1.0, 1.0, 1.0, message=9.0)).makespan == 12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_memory_over_time_has_the_peak_of_the_instructions(name: str) -> None:
     """Counted along each worker's stream; and ends with nothing."""
     schedule = make_schedule(name, 4, 8)

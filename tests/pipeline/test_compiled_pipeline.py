@@ -22,7 +22,7 @@ from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.pipeline.families import FAMILIES
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.estimate.collectives import collectives as planned_collectives
@@ -135,7 +135,7 @@ def test_branches_stay_within_stages_and_slots_are_the_schedules() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PUBLISHED_SCHEDULES)
 def test_a_compiled_step_has_the_slots_of_its_schedule(schedule: str) -> None:
     """The loop over ticks carries as many inputs, cotangents and stashes as the schedule's peaks say.
 

@@ -19,7 +19,7 @@ from jtrain.model.block import BlockSpec
 from jtrain.model.norm import NormSpec
 from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.cells import to_csv
-from jtrain.pipeline.families import FAMILIES
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from tests.pipeline.pipelined_runs import (
@@ -79,7 +79,7 @@ def test_what_workers_compute_without_a_microbatch_is_not_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PUBLISHED_SCHEDULES)
 @pytest.mark.parametrize("stages", (2, 4))
 def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
     """With each axis, ZeRO stage, remat and precision."""
@@ -94,11 +94,11 @@ def test_eight_stages(option: str) -> None:
     command = [sys.executable, "-m", "tests.pipeline.eight_stages", option]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == [f"{name}: equal" for name in FAMILIES]
+    assert done.stdout.splitlines() == [f"{name}: equal" for name in PUBLISHED_SCHEDULES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", PUBLISHED_SCHEDULES)
 @pytest.mark.parametrize("optimizer", (ADAMW, Muon(peak_lr=3e-3, warmup_steps=4)), ids=("adamw", "muon"))
 def test_five_layers_over_four_chunks(schedule: str, optimizer: AdamW | Muon) -> None:
     """Three chunks have an identity layer each, which stays zero under weight decay, in parameters and

@@ -3,8 +3,8 @@
 import pytest
 
 from jtrain.pipeline.clocks import dataflow, unit_costs
-from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.picture import memory_rows, text_rows
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 
 
 def test_operations_stand_where_they_happen() -> None:
@@ -17,7 +17,7 @@ def test_operations_stand_where_they_happen() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 @pytest.mark.parametrize("width", (40, 80, 300))
 def test_every_line_is_as_wide_as_the_time(name: str, width: int) -> None:
     """Also where operations are shorter than a column."""

@@ -18,8 +18,8 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
 from jtrain.pipeline.cells import to_csv
-from jtrain.pipeline.families import make_schedule
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers, schedule_of
+from jtrain.pipeline.published_schedules import make_schedule
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.state import TrainState, init_state
 

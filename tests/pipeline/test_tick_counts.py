@@ -6,7 +6,7 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.pipeline.clocks import equal_costs, lockstep
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.tick_counts import count_ticks, family_counts, shortest
 from jtrain.pipeline.tick_grid import PACKINGS, Packing, pack
@@ -21,7 +21,7 @@ def chunks_of(name: str) -> tuple[int, ...]:
 
 def schedules(stages: int, microbatches: int) -> Iterator[PipelineSchedule]:
     """All that exist for these numbers."""
-    for name in FAMILIES:
+    for name in PUBLISHED_SCHEDULES:
         for chunks in chunks_of(name):
             try:
                 yield make_schedule(name, stages, microbatches, chunks)
@@ -76,7 +76,7 @@ def test_sizes_of_longer_pipelines_are_straight_lines_too(stages: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_sizes_of_the_longest_pipelines_of_a_search_are_straight_lines_too(
     name: str, packing: Packing
 ) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
 from jtrain.pipeline.tick_grid import PACKINGS, Packing
 from jtrain.pipeline.ticks import TickColumn, make_ticks
@@ -29,7 +29,7 @@ def check_table(schedule: PipelineSchedule, packing: Packing) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_every_schedule_in_every_packing_is_the_unpipelined_run(name: str, packing: Packing) -> None:
     """To the last bit, with the peaks that the table declares."""
     for stages, microbatches in SIZES:
@@ -80,7 +80,7 @@ def test_fused_1f1b_holds_one_forward_and_one_backward_pass_in_a_tick() -> None:
 
 def test_slots_do_not_grow_with_microbatches_except_for_gpipe() -> None:
     """1F1B's memory is flat in M; GPipe's is M."""
-    for name in FAMILIES:
+    for name in PUBLISHED_SCHEDULES:
         peaks = [make_ticks(make_schedule(name, 4, m)).num_inputs for m in (8, 16, 32)]
         assert peaks == ([8, 16, 32] if name == "gpipe" else [peaks[0]] * 3), name
 

@@ -16,7 +16,7 @@ from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import Run, build_run
 from jtrain.layout.mesh import AXES
 from jtrain.model.forward_placement import SAVEABLE
-from jtrain.pipeline.families import FAMILIES
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain.plan.estimate.machine import make_machine
@@ -159,7 +159,7 @@ def drawn(task: SearchTask, point: Point, rng: random.Random) -> Point | None:
                 sizes = {source: mesh.shape[source] // factor, target: mesh.shape[target] * factor}
                 mesh = dataclasses.replace(mesh, **sizes)
             case _:
-                name = rng.choice([*FAMILIES])
+                name = rng.choice([*PUBLISHED_SCHEDULES])
                 chunks = rng.choice((2, 3, 4)) if name == "interleaved" else 1
                 pipeline = PipelineSpec(name, chunks, rng.choice(("tick", "step")))
         layout = point.job.layout.relaid(spec, mesh, pipeline)

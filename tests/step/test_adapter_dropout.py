@@ -42,8 +42,8 @@ def gradients_of(run: Adapted) -> Callable[[int], Gradients]:
     local = jax.shard_map(
         lambda params, batch, step: local_gradients(run.model, run.layout, params, {}, batch, step)[:3:2],
         mesh=run.mesh,
-        in_specs=(param_tree(run.layout, lambda p: p.param), BATCH_SPEC, P()),
-        out_specs=(trained_tree(run.layout, lambda p: p.optimizer), P()),
+        in_specs=(param_tree(run.layout, lambda p: p.param_partition), BATCH_SPEC, P()),
+        out_specs=(trained_tree(run.layout, lambda p: p.optimizer_partition), P()),
         check_vma=False,
     )
     program = jax.jit(local)

@@ -19,7 +19,7 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.plan.compile.compiled_step import branch_times
+from jtrain.plan.compile.compiled_step import executions_of_branch
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
@@ -63,7 +63,7 @@ def compiled(
     step: Any = make_train_step(model, optimizer, lay, mesh)
     lowered = step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids))
     program = lowered.compile(compiler_options=OPTIONS)
-    found = traffic(program.as_text(), mesh_spec.shape, functools.partial(branch_times, lay))
+    found = traffic(program.as_text(), mesh_spec.shape, functools.partial(executions_of_branch, lay))
     return {(t.kind, t.axes, t.group, t.dtype): (t.count, t.array_bytes) for t in found}
 
 

@@ -74,8 +74,8 @@ def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
     step = jax.shard_map(
         lambda params, batch, step: local_gradients(model, layout, params, {}, batch, step),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC, P()),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(AXES)),
+        in_specs=(param_tree(layout, lambda p: p.param_partition), BATCH_SPEC, P()),
+        out_specs=(param_tree(layout, lambda p: p.optimizer_partition), P(), P(), P(AXES)),
         check_vma=False,
     )
     jaxpr = jax.make_jaxpr(step)(shapes, Batch(ids, ids, ids, ids), jax.ShapeDtypeStruct((), jnp.int32))
@@ -375,12 +375,12 @@ def test_labels_are_the_sizes_of_the_layout() -> None:
         label_values(of, job.model, job.layout, rows=job.rows(), seq_len=job.seq_len),
     )
     for p, real in zip(trace.layout.params, job.layout.params, strict=True):
-        block = math.prod(local_shape(p.optimizer, p.info.shape, trace.layout.mesh.shape))
+        block = math.prod(local_shape(p.optimizer_partition, p.info.shape, trace.layout.mesh.shape))
         number, powers = trace.monomial(block)
         for letter, power in powers:
             over, under = values[letter]
             number = number * over**power / under**power
-        assert number == job.layout.local_size(real.optimizer, real.info.shape)
+        assert number == job.layout.local_size(real.optimizer_partition, real.info.shape)
     assert len(set(trace.labels.values())) == len(trace.labels)
 
 

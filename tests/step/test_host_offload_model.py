@@ -56,7 +56,7 @@ def traced(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[A
     """The step's own function of loss and gradients, traced, and its layout, parameters and batch."""
     model, lay = layout_of(axes, offload, **fields)
     mesh = make_mesh(lay.mesh, jax.devices()[: lay.mesh.size])
-    places = param_tree(lay, lambda p: sharding(mesh, p.param, p.param_memory))
+    places = param_tree(lay, lambda p: sharding(mesh, p.param_partition, p.param_memory))
     params = jax.device_put(first_params(lay.precision.param_dtype), places)
     on_host = [p.info.path for p in lay.params if p.param_memory == "pinned_host"]
     assert bool(on_host) == (offload.params != "none")
@@ -66,8 +66,8 @@ def traced(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[A
         jax.shard_map(
             lambda params, batch: local_gradients(model, lay, params, {}, batch, jnp.int32(0))[::2],
             mesh=mesh,
-            in_specs=(param_tree(lay, lambda p: p.param), BATCH_SPEC),
-            out_specs=(param_tree(lay, lambda p: p.optimizer), P()),
+            in_specs=(param_tree(lay, lambda p: p.param_partition), BATCH_SPEC),
+            out_specs=(param_tree(lay, lambda p: p.optimizer_partition), P()),
             check_vma=False,
         )
     ).trace(params, batch)

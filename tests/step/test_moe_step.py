@@ -100,7 +100,7 @@ def test_a_router_is_whole_and_its_experts_are_split() -> None:
     model = Transformer(**EXPERTS)
     axes: Any = dict(data=2, expert=2, tensor=2)
     layout = make_layout(LayoutSpec(zero_stage=3), MeshSpec(**axes), model.param_infos())
-    of = {p.info.path: p.param for p in layout.params}
+    of = {p.info.path: p.param_partition for p in layout.params}
     assert of["layers.mlp.gate_XDF"] == P(None, "expert", ZERO_AXES, "tensor")
     assert of["layers.mlp.down_XFD"] == P(None, "expert", "tensor", ZERO_AXES)
     assert of["layers.mlp.router_DX"] == P(None, ZERO_AXES, None)

@@ -101,7 +101,7 @@ def test_the_plan_has_the_bytes_of_blocks(dtype: str, axes: dict[str, int], zero
     blocks = at_path(state.params, q.info.path)
     bits = sum(8 * leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(blocks))
     assert bits / q.info.size == {"nf4": 4.5, "int8": 8.5}[dtype]
-    assert {leaf.sharding.spec for leaf in jax.tree.leaves(blocks)} == {q.param}
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(blocks)} == {q.param_partition}
 
 
 @pytest.mark.slow

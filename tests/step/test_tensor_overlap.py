@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.layout.layout import LayoutSpec, check_batch, make_layout
+from jtrain.layout.batch_split import check_batch
+from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.router import MoESpec

@@ -19,7 +19,7 @@ from jtrain.cli.machine_options import (
 from jtrain.cli.options import add_config, add_json, config_words, output_file
 from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_options(parser: Parser) -> None:
     add_config(parser, required=False)
     add_machine(parser)
     add_count(parser)
-    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(FAMILIES)}")
+    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(PUBLISHED_SCHEDULES)}")
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="a schedule of your own: cells such as 0F0, 2I0, 2W0"
     )
@@ -92,7 +92,7 @@ def _check_options(args: Args) -> None:
         path, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if path is not None and not names_one:
             raise UserError(
-                f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}."
+                f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(PUBLISHED_SCHEDULES)}."
             )
     if args.chunks is not None and args.schedule is None:
         raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
@@ -144,7 +144,9 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
     make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
     # Those that exist for these numbers; the reasons of the others go to stderr.
     return list(
-        _make_existing(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
+        _make_existing(
+            functools.partial(make_schedule, name, stages, microbatches) for name in PUBLISHED_SCHEDULES
+        )
     )
 
 

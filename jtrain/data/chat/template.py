@@ -1,4 +1,7 @@
-"""Chat template of a tokenizer, of a file or of the config, and the tokens at which a model stops."""
+"""Chat template of a tokenizer, of a file or of the config, and the tokens at which a model stops.
+
+Which characters are learned: turns.py. Which tokens: jtrain/data/loss_mask.py.
+"""
 
 import dataclasses
 import functools

@@ -29,7 +29,10 @@ _MODULES = (
     "recurrent.nemotron_h",
     "recurrent.falcon_h1",
     "mixtures.llama4",
-    "mixtures.sinks",
+    "mixtures.gpt_oss",
+    "mixtures.flint",
+    "mixtures.mimo",
+    "granite_swa",
     "mixtures.windowed",
     "mixtures.beam",
 )

@@ -219,6 +219,9 @@ def biases_written(model: Transformer) -> dict[str, Any]:
     return {"attention_bias": attention_of(model).bias == "all", "mlp_bias": mlp.bias}
 
 
+SINKS: Names = {"attention.sink_N": Tensor("model.layers.{y}.self_attn.sinks", "N")}
+"""Name of the sinks of a layer, in families that have them."""
+
 NAMES: Names = {
     "embed_VD": Tensor("model.embed_tokens.weight", "V D"),
     "attention_norm.scale_D": Tensor("model.layers.{y}.input_layernorm.weight", "D"),

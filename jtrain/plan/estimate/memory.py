@@ -163,7 +163,7 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     memory_bytes = collections.Counter[str]()
     for p in layout.params:
         for array in jax.tree.leaves(stored_arrays(p.info, p.dtype(layout.precision))):
-            elements = local_elements(layout, p.param, array.shape, platform)
+            elements = local_elements(layout, p.param_partition, array.shape, platform)
             memory_bytes[p.param_memory] += elements * array.dtype.itemsize
     # A Counter: 0 for a memory without parameters.
     return memory_bytes["device"], memory_bytes["pinned_host"]
@@ -184,14 +184,16 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
     state_bytes = [0, 0]
     for p, state_arrays in param_arrays:
         for name, x in state_arrays.items():
-            elements = local_elements(layout, p.optimizer, x.shape, platform)
+            elements = local_elements(layout, p.optimizer_partition, x.shape, platform)
             state_bytes[(p.info.path, name) in host_arrays] += elements * x.dtype.itemsize
     if not layout.updates_on_host:
         return state_bytes[0], state_bytes[1], 0
     # Copies: the state once more, float32 gradients, and the parameters before and after the update.
     host_paths = {path for path, _ in host_arrays}
     elements = sum(
-        layout.local_size(p.optimizer, p.info.shape) for p, _ in param_arrays if p.info.path in host_paths
+        layout.local_size(p.optimizer_partition, p.info.shape)
+        for p, _ in param_arrays
+        if p.info.path in host_paths
     )
     copies = state_bytes[1] + elements * (4 + 2 * itemsize(layout.precision.param_dtype))
     return state_bytes[0], state_bytes[1], copies
@@ -200,5 +202,7 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
 def _gradients_on_host(layout: Layout, platform: Platform) -> int:
     """Bytes of one device's sums of gradients in host memory."""
     host_params = [p for p in layout.params if p.gradient_memory == "pinned_host"]
-    elements = sum(local_elements(layout, p.accumulator, p.info.shape, platform) for p in host_params)
+    elements = sum(
+        local_elements(layout, p.accumulator_partition, p.info.shape, platform) for p in host_params
+    )
     return itemsize(layout.precision.grad_accum_dtype) * elements

@@ -49,7 +49,7 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     unstacked = (
         p for p in layout.params if not p.info.is_stacked and p.dtype(precision) != precision.compute_dtype
     )
-    elements = sum(layout.local_size(p.param, p.info.shape) for p in unstacked)
+    elements = sum(layout.local_size(p.param_partition, p.info.shape) for p in unstacked)
     loss_bytes += elements * CAST_BYTES * layout.spec.microbatches
     return MemoryPasses(
         forward_bytes / bytes_per_s,

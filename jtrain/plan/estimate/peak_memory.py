@@ -116,7 +116,7 @@ class _Step:
         return self.param * sum(self._accumulated(p) for p in params)
 
     def _accumulated(self, p: ParamLayout) -> int:
-        summed = _gathered(p) if self.gathers_all else p.accumulator
+        summed = _gathered(p) if self.gathers_all else p.accumulator_partition
         return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def unembedding_gradient(self) -> int:
@@ -151,7 +151,7 @@ class _Step:
     def streamed_parameters(self) -> int:
         """Parameters fetched from host memory: those of the current layer and of the next."""
         host_params = [p for p in self.stacked if p.param_memory == "pinned_host"]
-        return 2 * self.param * (self._elements(host_params, lambda p: p.param) // self.layers)
+        return 2 * self.param * (self._elements(host_params, lambda p: p.param_partition) // self.layers)
 
     def layer_weights(self) -> int:
         """Copies of weights that live while the layers compute, with those that all layers save."""
@@ -216,10 +216,10 @@ class _Step:
         """
         if self.platform == "tpu" and self.casts:
             matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
-            return self.compute * self._elements(matrices, lambda p: p.param)
+            return self.compute * self._elements(matrices, lambda p: p.param_partition)
         if self.platform == "gpu" and self.gathers:
             transposed_params = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
-            return self.param * self._elements(transposed_params, lambda p: p.param)
+            return self.param * self._elements(transposed_params, lambda p: p.param_partition)
         return 0
 
     def _own_heads(self) -> int:
@@ -236,7 +236,7 @@ class _Step:
         copies = 0
         for p in shared:
             size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
-            copies += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
+            copies += size * local_elements(self.layout, p.optimizer_partition, p.info.shape, "tpu")
         return self.compute * elements + copies
 
     # Moments
@@ -363,9 +363,9 @@ class _Step:
         gradients = self.accumulators or self.gradients(layers=True) + self.gradients(layers=False)
         weights = 0
         if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
-            shards = _F32 * self._elements(self.trained, lambda p: p.optimizer)
-            gathered_params = [p for p in self.trained if p.param != p.optimizer]
-            gathered = self.param * self._elements(gathered_params, lambda p: p.param)
+            shards = _F32 * self._elements(self.trained, lambda p: p.optimizer_partition)
+            gathered_params = [p for p in self.trained if p.param_partition != p.optimizer_partition]
+            gathered = self.param * self._elements(gathered_params, lambda p: p.param_partition)
             if spec.zero_stage == 1:
                 gradients += shards
             # First all gradients, later their shards with the gathered parameters: the larger moment counts.
@@ -376,7 +376,7 @@ class _Step:
         )
         # A slice is of one layer.
         largest = max(
-            self._elements([p], lambda p: p.optimizer) // (self.layers if p.info.is_stacked else 1)
+            self._elements([p], lambda p: p.optimizer_partition) // (self.layers if p.info.is_stacked else 1)
             for p in self.trained
         )
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0

@@ -189,7 +189,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
     )
     by_weight_s = multiply.layers["by_weight"]
-    accumulated = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.trained)
+    accumulated = sum(layout.local_size(p.accumulator_partition, p.info.shape) for p in layout.trained)
     gradient_bytes = itemsize(layout.precision.param_dtype)
     # The sum is read and written, the new gradient is read.
     bytes_per_sum = 2 * itemsize(layout.precision.grad_accum_dtype) + gradient_bytes
@@ -275,7 +275,7 @@ def _update(
     """Seconds of the update, and of the copies of offloaded state; both directions of the link run at
     once.
     """
-    elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.trained)
+    elements = sum(layout.local_size(p.optimizer_partition, p.info.shape) for p in layout.trained)
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for their norm and for the update; parameters and state are read and written.
     device_s = (elements * (2 * _F32 + 2 * itemsize(layout.precision.param_dtype)) + 2 * state) / hbm

@@ -121,19 +121,21 @@ def _layout_table(job: Job) -> Table:
     table = Table(_title(job), columns)
     for p in layout.params:
         # By the optimizer's shard, which ZeRO may split further than the parameter.
-        elements = 0 if p.info.frozen else layout.local_size(p.optimizer, p.info.shape)
+        elements = 0 if p.info.frozen else layout.local_size(p.optimizer_partition, p.info.shape)
         moments = state_bytes(job.optimizer, p.info, elements)
         # By the stored parameter's shard.
         arrays = jax.tree.leaves(stored_arrays(p.info, p.dtype(precision)))
-        size = sum(layout.local_size(p.param, array.shape) * array.dtype.itemsize for array in arrays)
+        size = sum(
+            layout.local_size(p.param_partition, array.shape) * array.dtype.itemsize for array in arrays
+        )
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
             # The three differ by ZeRO stage: parameter, gradient sum, optimizer state.
-            _split(layout, p.info.dims, p.param),
+            _split(layout, p.info.dims, p.param_partition),
             *(
                 "frozen" if p.info.frozen else _split(layout, p.info.dims, partition)
-                for partition in (p.accumulator, p.optimizer)
+                for partition in (p.accumulator_partition, p.optimizer_partition)
             ),
             _mib(size),
             _mib(moments),

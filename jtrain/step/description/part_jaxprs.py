@@ -76,7 +76,7 @@ def _block(layout: Layout, p: ParamLayout, spec: P) -> jax.ShapeDtypeStruct:
     return _array(local_shape(spec, p.info.shape, layout.mesh.shape), dtype)
 
 
-def _blocks(layout: Layout, spec: Callable[[ParamLayout], P] = lambda p: p.param) -> Params:
+def _blocks(layout: Layout, spec: Callable[[ParamLayout], P] = lambda p: p.param_partition) -> Params:
     """One device's block of every parameter."""
     return param_tree(layout, lambda p: _block(layout, p, spec(p)))
 
@@ -173,7 +173,7 @@ def _ends(layout: Layout, model: Transformer, params: Params) -> Ends:
 def _embedding(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     model, layout = sizes.model, sizes.layout
 
-    def both(params: Params, token_BL: Any, dx_BLD: Any) -> Any:
+    def embed_and_gradient(params: Params, token_BL: Any, dx_BLD: Any) -> Any:
         trained = trained_part(layout, params)
         if layout.pipeline is not None:
             ends = _ends(layout, model, params)
@@ -184,7 +184,7 @@ def _embedding(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
         )
         return x_BLD, vjp(dx_BLD)
 
-    return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, residual_stream(sizes))
+    return _jaxpr(mesh, embed_and_gradient, _blocks(layout), _batch(sizes).token_BL, residual_stream(sizes))
 
 
 def _loss(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
@@ -231,7 +231,9 @@ def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     is_gathered_once = gathers_once(layout)
     summed = trained_tree(
         layout,
-        lambda p: _block(layout, p, p.spec(zero_sharded=False) if is_gathered_once else p.accumulator),
+        lambda p: _block(
+            layout, p, p.spec(zero_sharded=False) if is_gathered_once else p.accumulator_partition
+        ),
     )
     probes = jax.eval_shape(amax_probes, _scaling(layout))
     params = trained_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))

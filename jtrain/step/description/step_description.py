@@ -373,7 +373,7 @@ def _sums_of_squares(layout: Layout) -> list[StepCollective]:
     collectives: list[StepCollective] = []
     for p in layout.trained:
         # A dimension may be split over several axes, which one all-reduce sums together.
-        for split in p.optimizer:
+        for split in p.optimizer_partition:
             axes = tuple(axis for axis in axis_names(split) if layout.mesh.shape[axis] > 1)
             if axes:
                 group = math.prod(layout.mesh.shape[axis] for axis in axes)

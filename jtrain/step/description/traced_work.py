@@ -364,7 +364,7 @@ def attention_scope(place: JaxprPlace) -> str:
 def _product(eqn: Any, place: JaxprPlace, *, in_8_bits: bool) -> list[TracedProduct]:
     """The product of an equation; none if it has batch dimensions."""
     numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
-    ((first, second), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
+    ((lhs_contracted, rhs_contracted), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
     # Batch dimensions are those of attention: activations alone, without a weight.
     if any(batch):
         return []
@@ -372,9 +372,9 @@ def _product(eqn: Any, place: JaxprPlace, *, in_8_bits: bool) -> list[TracedProd
     grouped, groups = list[int](getattr(numbers, "rhs_group_dimensions", ())), 0
     if eqn.primitive.name == "ragged_dot_general":
         groups = eqn.invars[2].aval.shape[0]
-    reduced_dims = tuple(lhs[dim] for dim in first)
-    kept_dims = tuple(size for dim, size in enumerate(lhs) if dim not in first)
-    added_dims = tuple(size for dim, size in enumerate(rhs) if dim not in (*second, *grouped))
+    reduced_dims = tuple(lhs[dim] for dim in lhs_contracted)
+    kept_dims = tuple(size for dim, size in enumerate(lhs) if dim not in lhs_contracted)
+    added_dims = tuple(size for dim, size in enumerate(rhs) if dim not in (*rhs_contracted, *grouped))
     return [TracedProduct(kept_dims, reduced_dims, added_dims, groups, in_8_bits, place.when, place.trips)]
 
 

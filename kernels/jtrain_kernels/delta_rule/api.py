@@ -1,4 +1,7 @@
-"""Gated delta rule: linear attention that corrects what the state already predicts."""
+"""Gated delta rule: linear attention that corrects what the state already predicts.
+
+Letters here: N value heads of size P, K key heads of size H, E channels with a decay of their own (1 or H).
+"""
 
 import jax
 import jax.numpy as jnp

@@ -9,6 +9,8 @@ from there to token i:
     S' = e[last] S + sum over j of (k[j] d[last, j]) u[j]
 
 Exponents of decays are never positive. T, S and sums are float32, operands of matmuls have v's dtype.
+
+Letters here: those of api.py; J chunks, L tokens of a chunk, G value heads of a key head.
 """
 
 from functools import partial
@@ -56,38 +58,38 @@ def delta_rule(
 
 
 def _group(
-    scale: float, state_BKGHP: Array, before_ZB: Array, tokens: tuple[Array, ...]
+    scale: float, state_BKGHP: Array, before_JB: Array, tokens: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """State after a group of chunks, and the results; heads are K key heads of G value heads each."""
-    document_ZBL, *of_tokens = tokens
-    q_ZBKLH, k_ZBKLH = (jnp.moveaxis(x, 2, 3) for x in of_tokens[:2])
-    v_ZBKGLP, g_ZBKGLE, beta_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[2:])
-    dtype = v_ZBKGLP.dtype
+    document_JBL, *of_tokens = tokens
+    q_JBKLH, k_JBKLH = (jnp.moveaxis(x, 2, 3) for x in of_tokens[:2])
+    v_JBKGLP, g_JBKGLE, beta_JBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[2:])
+    dtype = v_JBKGLP.dtype
     # Log of e[i]: the decay from the state before the chunk to each token.
-    sum_ZBKGLE = jnp.cumsum(g_ZBKGLE, axis=4)
+    sum_JBKGLE = jnp.cumsum(g_JBKGLE, axis=4)
     # Tokens of the document that the state before the chunk belongs to; later documents start from zeros.
-    reads_ZBL = document_ZBL == before_ZB[..., None]
+    reads_JBL = document_JBL == before_JB[..., None]
     # Tokens of the chunk's last document, whose state alone goes on.
-    writes_ZBL = document_ZBL == document_ZBL[..., -1:]
+    writes_JBL = document_JBL == document_JBL[..., -1:]
 
-    def decayed(x_ZBKLH: Array, log_decay_ZBKGLE: Array, mask_ZBL: Array) -> Array:
+    def decayed(x_JBKLH: Array, log_decay_JBKGLE: Array, mask_JBL: Array) -> Array:
         """`x exp(log_decay)` where the mask is true, in the dtype of matmuls; 0 elsewhere."""
-        decay = jnp.where(mask_ZBL[:, :, None, None, :, None], jnp.exp(log_decay_ZBKGLE), 0.0)
-        return (x_ZBKLH[:, :, :, None] * decay).astype(dtype)
+        decay = jnp.where(mask_JBL[:, :, None, None, :, None], jnp.exp(log_decay_JBKGLE), 0.0)
+        return (x_JBKLH[:, :, :, None] * decay).astype(dtype)
 
-    k_read, q_read = (decayed(x, sum_ZBKGLE, reads_ZBL) for x in (k_ZBKLH, q_ZBKLH))
-    k_write = decayed(k_ZBKLH, sum_after(g_ZBKGLE, 4), writes_ZBL)
+    k_read, q_read = (decayed(x, sum_JBKGLE, reads_JBL) for x in (k_JBKLH, q_JBKLH))
+    k_write = decayed(k_JBKLH, sum_after(g_JBKGLE, 4), writes_JBL)
     # The old state goes on only if its document is still the one of the last token.
-    keep_ZBKGE = jnp.where(reads_ZBL[:, :, -1, None, None, None], jnp.exp(sum_ZBKGLE[..., -1, :]), 0.0)
+    keep_JBKGE = jnp.where(reads_JBL[:, :, -1, None, None, None], jnp.exp(sum_JBKGLE[..., -1, :]), 0.0)
 
-    kk_ZBKGLM, qk_ZBKGLM = decayed_scores(q_ZBKLH, k_ZBKLH, g_ZBKGLE, visible_pairs(document_ZBL))
+    kk_JBKGLM, qk_JBKGLM = decayed_scores(q_JBKLH, k_JBKLH, g_JBKGLE, visible_pairs(document_JBL))
     # beta[i] scales rows here; the beta behind the inverse, in T, scales columns.
-    system_ZBKGLM = kk_ZBKGLM * beta_ZBKGL[..., None]
-    inverse_RLM = invert_unit_lower(system_ZBKGLM.reshape(-1, *system_ZBKGLM.shape[4:]))
-    inverse_ZBKGLM = (inverse_RLM.reshape(system_ZBKGLM.shape) * beta_ZBKGL[..., None, :]).astype(dtype)
+    system_JBKGLM = kk_JBKGLM * beta_JBKGL[..., None]
+    inverse_RLM = invert_unit_lower(system_JBKGLM.reshape(-1, *system_JBKGLM.shape[4:]))
+    inverse_JBKGLM = (inverse_RLM.reshape(system_JBKGLM.shape) * beta_JBKGL[..., None, :]).astype(dtype)
     # T v and T (e k), the parts of u that need no state, for all chunks of the group at once.
-    u_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", inverse_ZBKGLM, v_ZBKGLP)
-    w_ZBKGLH = einsum("zbkglm,zbkgmh->zbkglh", inverse_ZBKGLM, k_read).astype(dtype)
+    u_JBKGLP = einsum("jbkglm,jbkgmp->jbkglp", inverse_JBKGLM, v_JBKGLP)
+    w_JBKGLH = einsum("jbkglm,jbkgmh->jbkglh", inverse_JBKGLM, k_read).astype(dtype)
 
     def advance(state_BKGHP: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w, k_write, keep = chunk
@@ -96,10 +98,10 @@ def _group(
         return next_state, (state_BKGHP.astype(dtype), u)
 
     # Only what needs the state runs chunk by chunk: two matmuls.
-    state_BKGHP, (state_ZBKGHP, u_ZBKGLP) = jax.lax.scan(
-        advance, state_BKGHP, (u_ZBKGLP, w_ZBKGLH, k_write, keep_ZBKGE)
+    state_BKGHP, (state_JBKGHP, u_JBKGLP) = jax.lax.scan(
+        advance, state_BKGHP, (u_JBKGLP, w_JBKGLH, k_write, keep_JBKGE)
     )
-    y_ZBKGLP = einsum("zbkglh,zbkghp->zbkglp", q_read, state_ZBKGHP)
-    y_ZBKGLP += einsum("zbkglm,zbkgmp->zbkglp", qk_ZBKGLM.astype(dtype), u_ZBKGLP)
+    y_JBKGLP = einsum("jbkglh,jbkghp->jbkglp", q_read, state_JBKGHP)
+    y_JBKGLP += einsum("jbkglm,jbkgmp->jbkglp", qk_JBKGLM.astype(dtype), u_JBKGLP)
     # Scaled here in float32: a scaled q would be rounded once more.
-    return state_BKGHP, jnp.moveaxis((y_ZBKGLP * scale).astype(dtype), 4, 2)
+    return state_BKGHP, jnp.moveaxis((y_JBKGLP * scale).astype(dtype), 4, 2)

@@ -1,4 +1,7 @@
-"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, float32 sums (arXiv:2209.05433)."""
+"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, float32 sums (arXiv:2209.05433).
+
+Letters here: T tokens, I inputs and O outputs of a weight.
+"""
 
 import dataclasses
 import functools

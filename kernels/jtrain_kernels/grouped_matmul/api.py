@@ -1,4 +1,7 @@
-"""Matmul of groups of rows, each with a matrix of its own: the experts of a mixture-of-experts layer."""
+"""Matmul of groups of rows, each with a matrix of its own: the experts of a mixture-of-experts layer.
+
+Letters here: T rows of all groups, I inputs and O outputs of a matrix, X groups.
+"""
 
 from typing import Any
 

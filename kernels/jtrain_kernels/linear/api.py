@@ -1,4 +1,7 @@
-"""Contraction of the last dimensions with a weight, with a backward pass that suits each back end."""
+"""Contraction of the last dimensions with a weight, with a backward pass that suits each back end.
+
+Letters here: T tokens, I inputs and O outputs of a weight.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Fused unembedding and cross entropy, which never holds all the logits."""
+"""Fused unembedding and cross entropy, which never holds all the logits.
+
+Letters here: C tokens of a chunk, W columns of the unembedding that a device has.
+"""
 
 from functools import partial
 from typing import Any

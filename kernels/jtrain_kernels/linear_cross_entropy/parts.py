@@ -1,4 +1,7 @@
-"""Fused unembedding and cross entropy over parts of the vocabulary; never holds the whole unembedding."""
+"""Fused unembedding and cross entropy over parts of the vocabulary; never holds the whole unembedding.
+
+Letters here: S chunks of C tokens, Z parts of the unembedding of W columns each.
+"""
 
 from collections.abc import Callable
 from functools import partial

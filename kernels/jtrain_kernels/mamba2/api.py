@@ -1,4 +1,7 @@
-"""Mamba-2: a recurrence whose state decays by one number per head and token."""
+"""Mamba-2: a recurrence whose state decays by one number per head and token.
+
+Letters here: N heads of size P, K groups of heads with one input and output of the state, S size of a state.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +80,8 @@ def mamba2(
     return parts.run_row("mamba2", run, transition, jnp.multiply, arrays, segment_BL, start, split)
 
 
-_HEADS, _GROUPS = (
-    jax.ShapeDtypeStruct((128,), jnp.float32),
-    jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16),
-)
+_HEADS = jax.ShapeDtypeStruct((128,), jnp.float32)
+_GROUPS = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
 MAMBA2 = registry.Op(
     "mamba2",
     (registry.Implementation("xla", chunked.mamba2, cost_s=cost.mamba2_s),),

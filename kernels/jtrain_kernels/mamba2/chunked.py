@@ -8,6 +8,8 @@ from there to token i:
 
 All decays are exponentials of numbers that are not positive. S is float32, operands of matmuls have x's
 dtype, sums are float32.
+
+Letters here: those of api.py; J chunks, L tokens of a chunk, G heads of a group.
 """
 
 from functools import partial
@@ -58,26 +60,26 @@ def mamba2(
 
 
 def _group(
-    d_KG: Array, state_BKGSP: Array, before_ZB: Array, tokens: tuple[Array, ...]
+    d_KG: Array, state_BKGSP: Array, before_JB: Array, tokens: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """State after a group of chunks, and the results; heads are K groups of G heads each."""
-    document_ZBL, *of_tokens = tokens
+    document_JBL, *of_tokens = tokens
     # Tokens go behind the heads, over which the products below are batched.
-    x_ZBKGLP, dt_ZBKGL, log_decay_ZBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[:3])
-    b_ZBKLS, c_ZBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
-    dtype = x_ZBKGLP.dtype
-    sum_ZBKGL = jnp.cumsum(log_decay_ZBKGL, axis=4)
+    x_JBKGLP, dt_JBKGL, log_decay_JBKGL = (jnp.moveaxis(x, 2, 4) for x in of_tokens[:3])
+    b_JBKLS, c_JBKLS = (jnp.moveaxis(x, 2, 3) for x in of_tokens[3:])
+    dtype = x_JBKGLP.dtype
+    sum_JBKGL = jnp.cumsum(log_decay_JBKGL, axis=4)
     # Tokens of the document that the state before the chunk belongs to; later documents start from zeros.
-    reads_ZBL = jnp.expand_dims(document_ZBL == before_ZB[..., None], (2, 3))
+    reads_JBL = jnp.expand_dims(document_JBL == before_JB[..., None], (2, 3))
     # Tokens of the chunk's last document, whose state alone goes on.
-    writes_ZBL = jnp.expand_dims(document_ZBL == document_ZBL[..., -1:], (2, 3))
+    writes_JBL = jnp.expand_dims(document_JBL == document_JBL[..., -1:], (2, 3))
     # Decay from the state before the chunk to each token, and from each token to the end of the chunk.
-    read_ZBKGL = jnp.where(reads_ZBL, jnp.exp(sum_ZBKGL), 0.0)
-    write_ZBKGL = jnp.where(writes_ZBL, dt_ZBKGL * jnp.exp(sum_after(log_decay_ZBKGL, 4)), 0.0)
+    read_JBKGL = jnp.where(reads_JBL, jnp.exp(sum_JBKGL), 0.0)
+    write_JBKGL = jnp.where(writes_JBL, dt_JBKGL * jnp.exp(sum_after(log_decay_JBKGL, 4)), 0.0)
 
-    x32_ZBKGLP = x_ZBKGLP.astype(jnp.float32)
-    x_write = (x32_ZBKGLP * write_ZBKGL[..., None]).astype(dtype)
-    added_ZBKGSP = einsum("zbkls,zbkglp->zbkgsp", b_ZBKLS, x_write)
+    x32_JBKGLP = x_JBKGLP.astype(jnp.float32)
+    x_write = (x32_JBKGLP * write_JBKGL[..., None]).astype(dtype)
+    added_JBKGSP = einsum("jbkls,jbkglp->jbkgsp", b_JBKLS, x_write)
 
     def advance(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         keep_BKG, added = chunk
@@ -85,12 +87,12 @@ def _group(
         return state * keep_BKG[..., None, None] + added, state.astype(dtype)
 
     # Only this runs chunk by chunk; read of the last token is 0 where another document has begun.
-    state_BKGSP, state_ZBKGSP = jax.lax.scan(advance, state_BKGSP, (read_ZBKGL[..., -1], added_ZBKGSP))
+    state_BKGSP, state_JBKGSP = jax.lax.scan(advance, state_BKGSP, (read_JBKGL[..., -1], added_JBKGSP))
     # The products are those of groups; only their decay depends on the head.
-    cb_ZBKLM = einsum("zbkls,zbkms->zbklm", c_ZBKLS, b_ZBKLS)
-    weight_ZBKGLM = cb_ZBKLM[:, :, :, None] * pair_decay(log_decay_ZBKGL, visible_pairs(document_ZBL))
-    x_dt = (x32_ZBKGLP * dt_ZBKGL[..., None]).astype(dtype)
-    y_ZBKGLP = einsum("zbkglm,zbkgmp->zbkglp", weight_ZBKGLM.astype(dtype), x_dt)
-    y_ZBKGLP += einsum("zbkls,zbkgsp->zbkglp", c_ZBKLS, state_ZBKGSP) * read_ZBKGL[..., None]
-    y_ZBKGLP += d_KG[None, None, ..., None, None] * x32_ZBKGLP
-    return state_BKGSP, jnp.moveaxis(y_ZBKGLP.astype(dtype), 4, 2)
+    cb_JBKLM = einsum("jbkls,jbkms->jbklm", c_JBKLS, b_JBKLS)
+    weight_JBKGLM = cb_JBKLM[:, :, :, None] * pair_decay(log_decay_JBKGL, visible_pairs(document_JBL))
+    x_dt = (x32_JBKGLP * dt_JBKGL[..., None]).astype(dtype)
+    y_JBKGLP = einsum("jbkglm,jbkgmp->jbkglp", weight_JBKGLM.astype(dtype), x_dt)
+    y_JBKGLP += einsum("jbkls,jbkgsp->jbkglp", c_JBKLS, state_JBKGSP) * read_JBKGL[..., None]
+    y_JBKGLP += d_KG[None, None, ..., None, None] * x32_JBKGLP
+    return state_BKGSP, jnp.moveaxis(y_JBKGLP.astype(dtype), 4, 2)

@@ -1,7 +1,7 @@
 """Chunks of recurrences: tokens of a chunk are computed at once, chunks one after the other.
 
 Chunks run in groups. Within a group all that does not depend on the state is computed for all chunks at once;
-the backward pass keeps one state per group and computes the group again. Arrays are [Z, B, L, ...]: chunks of
+the backward pass keeps one state per group and computes the group again. Arrays are [J, B, L, ...]: chunks of
 a group, sequences, tokens of a chunk.
 """
 
@@ -30,7 +30,7 @@ def scan_groups(
     Rows are filled up to whole groups with zeros of the last document.
 
     Args:
-      group: takes arrays of [Z, B, L, ...], first the documents, and returns results of that form.
+      group: takes arrays of [J, B, L, ...], first the documents, and returns results of that form.
       arrays: [B, L, ...].
     """
     B, L = document_BL.shape
@@ -45,10 +45,10 @@ def scan_groups(
 
     def step(carry: tuple[Array, Array], tokens: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         state, before_B = carry
-        document_ZBL = tokens[0]
-        before_ZB = jnp.concatenate([before_B[None], document_ZBL[:-1, :, -1]])
-        state, y = group(state, before_ZB, tokens)
-        return (state, document_ZBL[-1, :, -1]), y
+        document_JBL = tokens[0]
+        before_JB = jnp.concatenate([before_B[None], document_JBL[:-1, :, -1]])
+        state, y = group(state, before_JB, tokens)
+        return (state, document_JBL[-1, :, -1]), y
 
     tokens = (grouped(document_BL, mode="edge"), *map(grouped, arrays))
     # The state before the row belongs to document 0.

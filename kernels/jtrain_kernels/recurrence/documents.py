@@ -3,6 +3,8 @@
 A recurrence starts anew where a document starts: where the segment differs from that of the token before.
 Padding (segment 0) leaves the state as it is and ends no document, so that the state after a padded prompt is
 the one after its last token.
+
+This module numbers documents. The state is reset where an op reads and writes it: in its chunked.py.
 """
 
 import dataclasses

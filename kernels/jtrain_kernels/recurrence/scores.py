@@ -1,6 +1,6 @@
 """Products of the tokens of a chunk with each other and their decays; triangular matrices, by halves.
 
-Arrays are [Z, B, ...] as in `chunks`; heads are K key heads of G value heads each. R counts all chunks and
+Arrays are [J, B, ...] as in `chunks`; heads are K key heads of G value heads each. R counts all chunks and
 heads.
 """
 
@@ -14,11 +14,11 @@ einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 """Sums in float32 of products in the operands' dtype."""
 
 
-def visible_pairs(document_ZBL: Int[Array, "Z B L"]) -> Bool[Array, "Z B L L"]:
+def visible_pairs(document_JBL: Int[Array, "J B L"]) -> Bool[Array, "J B L L"]:
     """Pairs (token, token not after it) of the same document."""
-    L = document_ZBL.shape[2]
-    same_ZBLM = document_ZBL[..., :, None] == document_ZBL[..., None, :]
-    return same_ZBLM & jnp.tril(jnp.ones((L, L), bool))[None, None]
+    L = document_JBL.shape[2]
+    same_JBLM = document_JBL[..., :, None] == document_JBL[..., None, :]
+    return same_JBLM & jnp.tril(jnp.ones((L, L), bool))[None, None]
 
 
 def sum_after(g: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -29,12 +29,12 @@ def sum_after(g: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 
 def pair_decay(
-    g_ZBKGL: Float[Array, "Z B K G L"], visible_ZBLM: Bool[Array, "Z B L L"]
-) -> Float[Array, "Z B K G L L"]:
+    g_JBKGL: Float[Array, "J B K G L"], visible_JBLM: Bool[Array, "J B L L"]
+) -> Float[Array, "J B K G L L"]:
     """Decay between the tokens of each visible pair, from log-decays; 0 elsewhere."""
-    L = g_ZBKGL.shape[-1]
-    sums = _sum_between(g_ZBKGL.reshape(-1, L)).reshape(*g_ZBKGL.shape, L)
-    return jnp.where(visible_ZBLM[:, :, None, None], jnp.exp(sums), 0.0)
+    L = g_JBKGL.shape[-1]
+    sums = _sum_between(g_JBKGL.reshape(-1, L)).reshape(*g_JBKGL.shape, L)
+    return jnp.where(visible_JBLM[:, :, None, None], jnp.exp(sums), 0.0)
 
 
 def _sum_between(g_RL: Float[Array, "R L"]) -> Float[Array, "R L L"]:
@@ -52,34 +52,34 @@ def _sum_between(g_RL: Float[Array, "R L"]) -> Float[Array, "R L L"]:
 
 
 def decayed_scores(
-    q_ZBKLH: Float[Array, "Z B K L H"],
-    k_ZBKLH: Float[Array, "Z B K L H"],
-    g_ZBKGLE: Float[Array, "Z B K G L E"],
-    visible_ZBLM: Bool[Array, "Z B L L"],
-) -> tuple[Float[Array, "Z B K G L L"], Float[Array, "Z B K G L L"]]:
+    q_JBKLH: Float[Array, "J B K L H"],
+    k_JBKLH: Float[Array, "J B K L H"],
+    g_JBKGLE: Float[Array, "J B K G L E"],
+    visible_JBLM: Bool[Array, "J B L L"],
+) -> tuple[Float[Array, "J B K G L L"], Float[Array, "J B K G L L"]]:
     """Decayed products of each token's k (strictly lower) and q (lower) with the k of tokens not after it.
 
     Args:
-      g_ZBKGLE: log-decays; E is 1, or H with a decay per channel.
+      g_JBKGLE: log-decays; E is 1, or H with a decay per channel.
     """
-    Z, B, K, G, L, E = g_ZBKGLE.shape
+    J, B, K, G, L, E = g_JBKGLE.shape
     if E == 1:
-        decay_ZBKGLM = pair_decay(g_ZBKGLE[..., 0], visible_ZBLM)
+        decay_JBKGLM = pair_decay(g_JBKGLE[..., 0], visible_JBLM)
         # The products are those of key heads; only their decay depends on the value head.
-        kk, qk = (einsum("zbklh,zbkmh->zbklm", x, k_ZBKLH)[:, :, :, None] for x in (k_ZBKLH, q_ZBKLH))
-        return jnp.tril(kk * decay_ZBKGLM, -1), qk * decay_ZBKGLM
+        kk, qk = (einsum("jbklh,jbkmh->jbklm", x, k_JBKLH)[:, :, :, None] for x in (k_JBKLH, q_JBKLH))
+        return jnp.tril(kk * decay_JBKGLM, -1), qk * decay_JBKGLM
     q_RLH, k_RLH = (
-        jnp.broadcast_to(x[:, :, :, None], g_ZBKGLE.shape).reshape(-1, L, E) for x in (q_ZBKLH, k_ZBKLH)
+        jnp.broadcast_to(x[:, :, :, None], g_JBKGLE.shape).reshape(-1, L, E) for x in (q_JBKLH, k_JBKLH)
     )
     products_RXLM = _halved_scores(
-        jnp.stack([k_RLH, q_RLH], axis=1), k_RLH, jnp.cumsum(g_ZBKGLE.reshape(k_RLH.shape), axis=1)
+        jnp.stack([k_RLH, q_RLH], axis=1), k_RLH, jnp.cumsum(g_JBKGLE.reshape(k_RLH.shape), axis=1)
     )
-    products = products_RXLM.reshape(Z, B, K, G, 2, L, L)
-    kk, qk = (jnp.where(visible_ZBLM[:, :, None, None], products[..., x, :, :], 0.0) for x in range(2))
+    products = products_RXLM.reshape(J, B, K, G, 2, L, L)
+    kk, qk = (jnp.where(visible_JBLM[:, :, None, None], products[..., x, :, :], 0.0) for x in range(2))
     # A token with itself, which `_halved_scores` leaves out: it has no decay.
     own_RL = jnp.sum(q_RLH.astype(jnp.float32) * k_RLH.astype(jnp.float32), axis=-1)
-    own_ZBKGLM = (own_RL[..., None] * jnp.eye(L)[None]).reshape(kk.shape)
-    return kk, qk + own_ZBKGLM
+    own_JBKGLM = (own_RL[..., None] * jnp.eye(L)[None]).reshape(kk.shape)
+    return kk, qk + own_JBKGLM
 
 
 def _halved_scores(x_RXLH: Array, k_RLH: Array, sum_RLH: Array) -> Float[Array, "R X L L"]:

@@ -1,4 +1,7 @@
-"""Short causal convolution of every channel by itself, which restarts at each document."""
+"""Short causal convolution of every channel by itself, which restarts at each document.
+
+Letters here: C channels, W taps.
+"""
 
 import dataclasses
 from functools import partial

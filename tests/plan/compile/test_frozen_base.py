@@ -45,7 +45,7 @@ def float32_of_the_base(layout: Layout, program: CompiledStep) -> Iterator[str]:
     sizes = set[int]()
     for p in layout.params:
         if p.info.is_matrix and not p.info.is_adapter:
-            shards = {p.info.size, math.prod(local_shape(p.param, p.info.shape, layout.mesh.shape))}
+            shards = {p.info.size, math.prod(local_shape(p.param_partition, p.info.shape, layout.mesh.shape))}
             sizes |= shards | {size // SIZES["num_layers"] for size in shards if p.info.is_stacked}
     for visit in visits(program.hlo):
         for dtype, shape in arrays(visit.instruction.type):

@@ -23,9 +23,12 @@ def test_a_plan_counts_the_base_once(name: str, count: int) -> None:
     assert sum(p.info.size for p in job.layout.params) - trained == FROZEN[name]
     plan = memory(job)
     layout = job.layout
-    stored = [layout.local_size(p.param, p.info.shape) * (2 if p.info.frozen else 4) for p in layout.params]
+    stored = [
+        layout.local_size(p.param_partition, p.info.shape) * (2 if p.info.frozen else 4)
+        for p in layout.params
+    ]
     assert plan.parameters == sum(stored)
-    moments = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.trained)
+    moments = sum(layout.local_size(p.optimizer_partition, p.info.shape) for p in layout.trained)
     assert plan.optimizer == 2 * 4 * moments
     assert plan.gradients <= 4 * trained
     flops, infos = flops_per_token(job.model, seq_len=job.seq_len, infos=job.layout.infos), job.layout.infos

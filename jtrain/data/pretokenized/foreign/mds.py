@@ -61,10 +61,8 @@ class MdsShard(ForeignFile):
         encoding, _, type_and_shape = entry["column_encodings"][self._column_index].partition(":")
         name, _, shape = type_and_shape.partition(":")
         # An ndarray column without a fixed dtype or shape begins each value with them.
-        self._has_own_dtype, self._has_own_shape = (
-            encoding == "ndarray" and not name,
-            encoding == "ndarray" and not shape,
-        )
+        self._has_own_dtype = encoding == "ndarray" and not name
+        self._has_own_shape = encoding == "ndarray" and not shape
         if encoding not in _ID_ENCODINGS:
             raise UserError(
                 f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set "

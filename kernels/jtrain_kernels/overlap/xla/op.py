@@ -11,6 +11,8 @@ pieces are float32, rounded to x's dtype only to be sent; gradients of kernels a
 Example: gate and up of Llama 3 8B over 8 ranks, ring. x is [1, 1024, 4096] in bfloat16 on each rank, both
 kernels [4096, 1792], both results [1, 8192, 1792]. Seven permutes of 8 MiB carry x around, each beside two
 matmuls of 1024 rows. Saved for the backward pass are 8 MiB of x, where the gathered x has 64.
+
+Letters here: R rows of one rank, K inputs and N outputs of a kernel.
 """
 
 import functools

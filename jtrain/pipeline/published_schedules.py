@@ -17,7 +17,7 @@ before both are done.
 | dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut
 in half |
 
-`tests/pipeline/test_families.py` holds every entry of the table against the simulator.
+`tests/pipeline/test_published_schedules.py` holds every entry of the table against the simulator.
 """
 
 import collections
@@ -162,8 +162,8 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
     """Zero bubble over a V: no worker waits between its first and last operation if F = I = W.
 
     The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight,
-    the memory of 1F1B. Worker p starts at the time of p forward passes of a chunk and ends as much later than
-    the first; an optimizer that waits for all workers waits for that.
+    the memory of 1F1B. Worker p starts p forward passes of a chunk late and ends as late, so an optimizer that
+    waits for all workers waits for the last one.
 
     Raises:
       UserError: there are fewer than 2P - 1 microbatches.
@@ -244,7 +244,7 @@ def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedu
     return _schedule("dualpipev", stages, microbatches, 2, "v", streams)
 
 
-FAMILIES: dict[str, Callable[..., PipelineSchedule]] = {
+PUBLISHED_SCHEDULES: dict[str, Callable[..., PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -256,7 +256,7 @@ FAMILIES: dict[str, Callable[..., PipelineSchedule]] = {
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of a name in `FAMILIES`, spelt as in a config.
+    """The schedule of a name in `PUBLISHED_SCHEDULES`, spelt as in a config.
 
     Args:
       chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and
@@ -266,12 +266,13 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
       UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some
         that do.
     """
-    family = FAMILIES.get(name)
-    if family is None:
+    make = PUBLISHED_SCHEDULES.get(name)
+    if make is None:
         raise UserError(
-            f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}."
+            f"schedule {name} is unknown. {did_you_mean(name, PUBLISHED_SCHEDULES)}Choose of: "
+            f"{', '.join(PUBLISHED_SCHEDULES)}."
         )
-    return family(stages, microbatches) if chunks is None else family(stages, microbatches, chunks)
+    return make(stages, microbatches) if chunks is None else make(stages, microbatches, chunks)
 
 
 def _check(

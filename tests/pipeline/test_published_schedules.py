@@ -1,5 +1,5 @@
 """Published schedules: bubbles and memory equal the closed forms of their papers, and the table in
-`families.py`.
+`published_schedules.py`.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import pytest
 from jtrain.errors import UserError
 from jtrain.pipeline.checker import check
 from jtrain.pipeline.clocks import dataflow, equal_costs, lockstep, unit_costs
-from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.published_schedules import PUBLISHED_SCHEDULES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.pipeline.ticks import make_ticks
@@ -118,7 +118,7 @@ def test_microbatches_in_flight_are_those_of_the_papers(stages: int, microbatche
     assert in_flight("dualpipev") == (2 * stages + 1,) * stages
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED_SCHEDULES)
 def test_every_published_schedule_is_valid_with_channels_of_one_message(name: str) -> None:
     """The smallest channel is enough, for all sizes."""
     for stages, microbatches in ((1, 2), (2, 4), (4, 8)):

@@ -1,4 +1,7 @@
-"""Learning-rate schedules: fraction of the peak rate at each update."""
+"""Decay of the learning rate after its warm-up, as a fraction of the peak.
+
+`Optimizer.learning_rate` has the warm-up and the peak.
+"""
 
 import dataclasses
 import math
