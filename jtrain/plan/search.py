@@ -26,6 +26,7 @@ from jtrain.step.layout_choices import (
     EVERY,
     ZeroStages,
     alternatives,
+    computed_layout,
     open_shares,
     with_shares,
 )
@@ -230,6 +231,8 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
     # Offload is off here; `_offloaded_points` adds it to the layouts that miss.
     plain = with_shares(task.config_spec, task.config_spec, dict.fromkeys(OFFLOADABLE, 0.0))
+    if (plain := computed_layout(task.job.model, plain, mesh)) is None:
+        return
     for specs in alternatives(dataclasses.replace(plain, microbatches=1, auto=False), mesh, zero):
         try:
             # One job for all layouts of a ZeRO stage: they shard the parameters alike.

@@ -148,6 +148,20 @@ def check_layers(model: Transformer, spec: LayoutSpec, mesh: MeshSpec) -> None:
         check_embedding_norm(mesh.stage)
 
 
+def computed_layout(model: Transformer, spec: LayoutSpec, mesh: MeshSpec) -> LayoutSpec | None:
+    """`spec`, or where it does not compute one of the layers, with sequences split by heads; None if that does
+    not compute them either.
+    """
+    for attention in dict.fromkeys((spec.context_attention, "ulysses")):
+        changed = dataclasses.replace(spec, context_attention=attention)
+        try:
+            check_layers(model, changed, mesh)
+        except ValueError:
+            continue
+        return changed
+    return None
+
+
 def changes_of_one(spec: LayoutSpec, mesh: MeshSpec, *, rows: int, asked: LayoutSpec) -> Iterator[LayoutSpec]:
     """Yields layouts that differ from `spec` in one setting, and in those that it excludes.
 

@@ -11,6 +11,8 @@ import pytest
 
 from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
+from jtrain.model.attention import AttentionSpec
+from jtrain.model.block import BlockSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
@@ -271,3 +273,13 @@ def test_a_batch_that_no_mesh_splits_is_refused() -> None:
     it = task("h100", 8, sizes=LLAMA8B | dict(num_kv_heads=2, num_heads=2), global_batch=7)
     with pytest.raises(ValueError, match=r"no mesh of 8 devices splits data.global_batch=7"):
         raise no_point(it)
+
+
+def test_long_sequences_of_a_model_with_windows_are_split_by_heads() -> None:
+    """A ring does not compute windows: the search once ended at its refusal."""
+    blocks = BlockSpec(AttentionSpec(window=4096)), BlockSpec()
+    sizes = LLAMA8B | dict(num_layers=2, pattern=blocks)
+    it = task(count=8, sizes=sizes, seq_len=65_536, global_batch=1)
+    points = search(it, (mesh for mesh in meshes(it) if mesh.context == 8), keep=1, zero=(3,))
+    assert points
+    assert {point.spec.context_attention for point in points} == {"ulysses"}

@@ -25,7 +25,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import PART_COLUMNS, num_parts
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.description.monomials import Monomial
-from jtrain.step.description.pattern_sizes import PatternSizes, is_prime, pattern_sizes
+from jtrain.step.description.pattern_sizes import PatternSizes, is_prime, pattern_sizes, pattern_values
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
@@ -92,7 +92,9 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
     # A loop over parts of a row needs the row as it is.
     as_it_is = bool(model.pattern) or spec.mlp_chunk is not None
     if as_it_is and layout.pipeline is None and (of_layers or at_end):
-        pattern = pattern_sizes(model, mesh, layout.rings, rows=rows, seq_len=seq_len)
+        has_adapter = Adaptation.of(layout.infos) is not None
+        rings = layout.rings
+        pattern = pattern_sizes(model, mesh, rings, rows=rows, seq_len=seq_len, as_it_is=has_adapter)
     splits = layout.pipeline is not None and counts_of(layout).splits_backward
     # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them,
     # and for weights in 8 bits.
@@ -356,8 +358,9 @@ def label_values(
     mesh, context = layout.mesh, layout_class.context
     block = layout_class.adapter.block if layout_class.adapter else 1
     if layout_class.pattern is not None:
-        groups = layout_class.spec.sequence_groups
-        return {"b": Fraction(rows, groups).as_integer_ratio(), "e": (mesh.expert, 1)}
+        rows_of_group = Fraction(rows, layout_class.spec.sequence_groups)
+        numbers = pattern_values(layout_class.pattern, model, layout, rows=rows_of_group)
+        return {letter: number.as_integer_ratio() for letter, number in numbers.items()}
     tensor, zero_shards = mesh.tensor, mesh.zero_shards
     in_use = kv_heads_in_use(model.num_kv_heads, tensor)
     halves = math.lcm(2 if context > 1 else 1, layout_class.pieces or 1)
