@@ -20,7 +20,7 @@ ROWS = (
     ("data", "model", "optim", "profile", "checkpoint", "supervise"),
     ("step",),
     ("config",),
-    ("plan", "hf"),
+    ("plan", "hf", "dashboard"),
     ("train",),
     ("check",),
     ("cli",),
