@@ -21,7 +21,7 @@ ROWS = (
     ("step",),
     ("config",),
     ("step_comparison",),  # runs the steps of a `Run`, for proofs and checks
-    ("plan", "hf"),
+    ("plan", "hf", "dashboard"),
     ("train",),
     ("check",),
     ("cli",),

@@ -52,10 +52,16 @@ def config_words(args: Args) -> list[str]:
 
 
 def add_workdir(
-    parser: Parser, what: str = "folder, gs:// or s3:// URL of the run", *, required: bool = True
+    parser: Parser,
+    what: str = "folder, gs:// or s3:// URL of the run",
+    *,
+    required: bool = True,
+    several: bool = False,
 ) -> None:
-    """Adds --workdir, which names a run's files."""
-    parser.add_argument("--workdir", required=required, metavar="DIR", help=what)
+    """Adds --workdir, which names a run's files, or those of several runs."""
+    parser.add_argument(
+        "--workdir", required=required, nargs="+" if several else None, metavar="DIR", help=what
+    )
 
 
 def in_new_workdir(words: Sequence[str], workdir: str) -> str:

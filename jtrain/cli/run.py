@@ -153,7 +153,9 @@ class Command:
         return parser
 
     def name_subject(self, words: Sequence[str]) -> list[str]:
-        """The words with the option of the subject before the one word that no option takes, wherever it is."""
+        """The words with the option of the subject before the one word that no option takes, wherever it is; of
+        several such words, if it takes several, before all of them.
+        """
         option, is_help = f"--{self.subject}", {"-h", "--help"} & {*words}
         if not self.subject or is_help or option in (word.partition("=")[0] for word in words):
             return [*words]
@@ -176,6 +178,9 @@ class Command:
             subjects = unused_words(words)
         except UserError:  # said by the parser of the command itself
             return [*words]
+        if any(action.nargs == "+" and option in action.option_strings for action in lenient._actions):
+            rest = [word for word in words if word not in subjects]
+            return [*rest, option, *subjects] if subjects else [*words]
         if len(subjects) != 1 or "=" in subjects[0]:
             return [*words]
         # The same text may be the value of an option too: without the subject no word is left over. The last

@@ -16,6 +16,7 @@ VERBS = {
     "launch": "train the model of a config; the same command again resumes",
     "plan": "bytes, FLOPs, network, seconds and money of a run, before it runs",
     "profile": "where a run's time went, and what got slower between two runs",
+    "dashboard": "a live page of runs as they train, and their numbers for Prometheus",
     "checkpoint": "list, show and verify the checkpoints of a run",
     "check": "prove a config on its own data, small and on emulated devices, before it is paid for",
     "data": "inspect, plan, prepare, adopt, verify and time what a run reads",

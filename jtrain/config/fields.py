@@ -20,22 +20,10 @@ from jtrain.config.other_names import OTHER_NAMES, known_elsewhere
 from jtrain.config.resume import CHANGEABLE, MAY_CHANGE_ON_RESUME
 from jtrain.config.run import Run
 from jtrain.errors import UserError, did_you_mean, first_few
+from jtrain.runtime.docstring_entries import ENTRY, entries, unit_of
 
 ROOT = Path(__file__).parents[2]
 
-_UNITS = {
-    "steps": "train steps",
-    "tokens": "tokens",
-    "bytes": "bytes",
-    "gib": "GiB",
-    "s": "seconds",
-    "ms": "milliseconds",
-    "minutes": "minutes",
-    "flops": "floating-point operations",
-}
-"""End of a name -> its unit (DESIGN section 4)."""
-
-_ENTRY = re.compile(r"([a-z_0-9]+(?:, [a-z_0-9]+)*): +(\S.*)")
 _PLACES = {dict: "NAME", tuple: "0"}
 """Kind of container -> the word that stands in a path for the key or the place of one of its components."""
 
@@ -70,14 +58,14 @@ class Field:
     def meaning(self) -> str:
         """Entry of the class's docstring, or the first sentence of each component that the field takes."""
         for owner in self.component.__mro__:
-            if (entry := _entries(owner).get(self.name)) is not None:
-                return entry
+            if (entry := entries(owner).get(self.name)) is not None:
+                return entry.text
         return " ".join(f"{kind.__name__}: {summary(kind)}" for kind in self.kinds)
 
     @property
     def unit(self) -> str:
         """Unit, from the end of the name; "" for none."""
-        return _UNITS.get(self.name.rpartition("_")[2], "") if "_" in self.name else ""
+        return unit_of(self.name)
 
     @property
     def allowed(self) -> str:
@@ -255,30 +243,12 @@ def description(component: type) -> str:
     return "\n\n".join(
         part
         for part in _paragraphs(component)
-        if not re.match(r"(Args|Raises):", part) and not _ENTRY.match(part)
+        if not re.match(r"(Args|Raises):", part) and not ENTRY.match(part)
     )
 
 
 def _paragraphs(component: type) -> list[str]:
     return [part for part in (inspect.getdoc(component) or "").split("\n\n") if part.strip()]
-
-
-@functools.cache
-def _entries(component: type) -> dict[str, str]:
-    """Entries `name, name: text` of a class's own docstring, continued on indented lines."""
-    entries: dict[str, str] = {}
-    names, indent = list[str](), 0
-    for line in inspect.cleandoc(component.__dict__.get("__doc__") or "").splitlines():
-        text = line.lstrip()
-        # A continued line stands further in than its entry, under `Args:` as well.
-        if names and text and len(line) - len(text) > indent:
-            entries |= {name: f"{entries[name]} {text}" for name in names}
-        elif match := _ENTRY.fullmatch(text):
-            names, indent = match[1].split(", "), len(line) - len(text)
-            entries |= dict.fromkeys(names, match[2])
-        else:
-            names = []
-    return entries
 
 
 def _relative(file: Path) -> str:

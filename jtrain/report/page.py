@@ -4,14 +4,17 @@ A page embeds the JSON that it shows. A number of it is a `<data>` element with 
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jtrain.report.charts import bars_svg
 from jtrain.report.table import Cell, Medium, Table
+
+_FOLDER = Path(__file__).parent
 
 if TYPE_CHECKING:
     # Only for types: a page needs no rich.
@@ -52,6 +55,14 @@ class Folded:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verbatim:
+    """A text whose lines stay as they are."""
+
+    text: str
+    medium: Medium = "page"
+
+
+@dataclasses.dataclass(frozen=True)
 class Links:
     """Links to other pages, by their text."""
 
@@ -77,7 +88,24 @@ class Panels:
     panels: Mapping[str, "Sequence[PageBlock]"]
 
 
-type PageBlock = str | Title | Paragraph | Items | Folded | Links | Picture | Panels | Table
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart over steps, which `chart.js` draws from the data of its id; hidden without any.
+
+    kind: lines through points, or parts that are stacked on each other.
+    group: charts of one group have one range of values; empty for the chart alone.
+    """
+
+    id: str
+    title: str
+    kind: Literal["line", "stack"] = "line"
+    group: str = ""
+    meaning: str = ""
+
+
+type PageBlock = (
+    str | Title | Paragraph | Items | Folded | Verbatim | Links | Picture | Panels | Chart | Table
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +125,7 @@ class Page:
     heading: above the page; empty for the title. tiles: key figures by name.
     content: the JSON that it embeds; kind: the id of the element that holds it.
     script: more JavaScript.
+    is_live: the script may ask the server that the page came from.
     """
 
     title: str
@@ -107,6 +136,7 @@ class Page:
     kind: str = "content"
     content: Any = None
     script: str = ""
+    is_live: bool = False
 
 
 def _with_code(text: str) -> str:
@@ -116,25 +146,38 @@ def _with_code(text: str) -> str:
     return markupsafe.Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", markupsafe.escape(text)))
 
 
-def html(page: Page) -> str:
-    """The page as HTML. Texts are escaped; `</script>` in one of the JSON's does not end its element."""
+@functools.cache  # a live page makes its tables again at each change
+def _environment() -> Any:
     import jinja2  # imported here because only pages need it
 
-    folder = Path(__file__).parent
     environment = jinja2.Environment(
         # autoescape covers every text; markup of our own passes with `| safe`.
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # The template calls these by name.
+    # The templates call these by name.
     environment.filters |= {"bars": bars_svg, "json": json.dumps, "prose": _with_code}
-    return environment.get_template("page.html").render(
-        page=page,
-        # Style and script are inlined: a page is one file, which may be mailed or opened from a disk.
-        css=(folder / "page.css").read_text(),
-        js=(folder / "page.js").read_text(),
-        # "<" is escaped in JSON's own way, so that a string with </script> does not end the element.
-        content=json.dumps(page.content, separators=(",", ":")).replace("<", "\\u003c"),
+    return environment
+
+
+def html(page: Page) -> str:
+    """The page as HTML. Texts are escaped; `</script>` in one of the JSON's does not end its element."""
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            page=page,
+            # Style and script are inlined: a page is one file, which may be mailed or opened from a disk.
+            css=(_FOLDER / "page.css").read_text(),
+            js=(_FOLDER / "page.js").read_text(),
+            # "<" is escaped in JSON's own way, so that a string with </script> does not end the element.
+            content=json.dumps(page.content, separators=(",", ":")).replace("<", "\\u003c"),
+        )
     )
+
+
+def blocks_html(blocks: Sequence[PageBlock]) -> str:
+    """Blocks as HTML, to replace those of a section of a live page."""
+    return str(_environment().get_template("blocks.html").module.listed(blocks))

@@ -6,7 +6,7 @@ from rich import box, table
 from rich.console import Console
 from rich.text import Text
 
-from jtrain.report.page import Items, Page, PageBlock, Panels, Picture, Title
+from jtrain.report.page import Chart, Items, Page, PageBlock, Panels, Picture, Title
 from jtrain.report.table import Table, text_of
 
 
@@ -42,6 +42,8 @@ def print_blocks(blocks: Iterable[PageBlock], console: Console | None = None, *,
             for row in () if block.rows is None else block.rows(console.width):
                 # A picture that is wider than the terminal is cut; wrapped lines would destroy it.
                 console.print(row, no_wrap=True, crop=True)
+        elif isinstance(block, Chart):
+            continue  # a browser draws it
         # What is left has a text: a paragraph, folded text or links.
         elif block.medium != "page":
             print_blocks([block.text], console)

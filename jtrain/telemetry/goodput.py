@@ -78,7 +78,7 @@ def read_events(path: Path) -> list[AttemptTimes]:
     for line in path.read_bytes().splitlines(keepends=True):
         # A last line without a line end is still being written, or was cut by a kill.
         event = parse_line(line) if line.endswith(b"\n") else None
-        if event is None or not _is_event(event):
+        if event is None or not is_event(event):
             continue
         if event["event"] == "start":
             attempts.append(AttemptTimes(event["time_s"], event["time_s"], {}, event["step"]))
@@ -96,7 +96,7 @@ def read_events(path: Path) -> list[AttemptTimes]:
     return attempts
 
 
-def _is_event(line: dict[str, Any]) -> bool:
+def is_event(line: dict[str, Any]) -> bool:
     """True if a line of goodput.jsonl is complete and its values have the right types."""
 
     def is_time(value: Any) -> bool:
@@ -206,7 +206,7 @@ class Ledger:
     ) -> None:
         self._workdir = workdir
         num_bad = (
-            keep_lines(workdir / EVENTS, lambda event: True if _is_event(event) else None) if writes else 0
+            keep_lines(workdir / EVENTS, lambda event: True if is_event(event) else None) if writes else 0
         )
         if num_bad and say is not None:
             say(damaged_text(workdir / EVENTS, num_bad))

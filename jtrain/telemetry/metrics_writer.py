@@ -15,6 +15,7 @@ from jtrain.telemetry.metrics import (
     EVENTS,
     FILE,
     NOTES,
+    EvalLine,
     EvalResult,
     MetricsSpec,
     TrainLine,
@@ -123,14 +124,7 @@ class Metrics:
         Args:
           exact: share of exact answers to held-out samples, by set; None if the model gives none.
         """
-        names = [field.name for field in dataclasses.fields(EvalResult)]
-        # Every field is in the line even without a split, as null: all lines have the same keys.
-        line: dict[str, Any] = {
-            "step": step,
-            **{f"eval_{name}": getattr(split, name, None) for name in names},
-        }
-        line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
-        line["eval_exact"] = exact or {}
+        line = EvalLine(step, split, sets, exact or {}).to_dict()
         self._write(line, "eval")
         if self._progress is not None:
             named_results = [] if split is None else [("eval", split)]

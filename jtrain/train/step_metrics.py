@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.config.run import Run
+from jtrain.data.mixture.schedule import own_weights
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.runtime.multihost import gather
@@ -81,6 +82,8 @@ class StepLog(Callback):
         self._windows = windows
         self._recompiles = recompiles
         self._flops = flops_per_token(run.model, seq_len=run.data.seq_len, infos=run.param_infos())
+        source_weights = {name: source.weight for name, source in run.data.named_sources.items()}
+        self._mixture = own_weights(run.data.mixture, source_weights)
         self._dispatches = 0
         self._compiling = True
         self._outside_s = 0.0
@@ -160,12 +163,19 @@ class StepLog(Callback):
                 data_skipped=stats.skipped,
                 data_retries=stats.retries,
                 data_tokens=stats.tokens(self._context.source_names),
+                data_planned=self._planned_shares(results.step - 1),
                 data_queue={loader.name: loader.queued for loader in stats.loaders},
                 data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
                 **{name: float(values[name]) for name in PAIR_MEANS if name in values},
                 **self._machine_fields(seconds / interval.steps),
             )
         )
+
+    def _planned_shares(self, step: int) -> dict[str, float]:
+        """Share by source that the mixture schedule has for the batch of `step`."""
+        names = self._context.source_names
+        shares = self._mixture.weights(step, names).tolist()
+        return {name: share for name, share in zip(names, shares, strict=True) if share}
 
     def _machine_fields(self, step_s: float) -> dict[str, Any]:
         """Returns the fields of a metrics line about hosts and devices; a collective with several

@@ -28,6 +28,7 @@ VERBS: dict[str, Verb] = {
         "launch",
         "plan",
         "profile",
+        "dashboard",
         "checkpoint",
         "hf",
         "data",
@@ -313,7 +314,9 @@ def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
                 ("generate", ""),
                 ("launch", ""),
             }
-            assert ("--workdir" in options) == (reads_a_run or name in {"profile", "checkpoint"}), (
+            assert ("--workdir" in options) == (
+                reads_a_run or name in {"profile", "checkpoint", "dashboard"}
+            ), (
                 name,
                 word,
             )

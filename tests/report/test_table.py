@@ -50,7 +50,7 @@ def test_one_description_gives_every_medium_the_same_cells() -> None:
     )
     assert '<tr class="whole">' in page
     assert "here" not in page.partition("<main>")[2]
-    assert r'{"x": "\u003c/script>"}' in page
+    assert r'{"x":"\u003c/script>"}' in page
 
 
 def test_milliseconds_have_four_digits_and_nothing_is_0() -> None:

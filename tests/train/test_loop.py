@@ -11,14 +11,21 @@ from typing import Any
 
 import jax
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jtrain.config import tree
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
+from jtrain.dashboard import prometheus
+from jtrain.dashboard.run_folder import open_runs
+from jtrain.runtime.user_code import load_python_file
 from jtrain.telemetry import metrics
+from jtrain.telemetry.metric_fields import MESSAGE_FIELD, eval_fields, result_fields, train_fields
 from jtrain.train import attempt
 from jtrain.train.bad_steps.bad_steps import BadNumbers
+
+ROOT = Path(__file__).parents[2]
 
 
 def train(workdir: Path, *sets: str) -> int:
@@ -70,6 +77,55 @@ def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
     assert [line["step"] for line in lines if "eval_loss_nats" in line] == [5]
     assert list((finished / metrics.EVENTS).iterdir())
     assert (finished / "checkpoints" / "5").is_dir()
+
+
+def test_the_page_of_the_fields_has_every_field_of_a_run_and_no_other(finished: Path) -> None:
+    """docs/metrics.md: each field once for its kind of line, as `metric_fields` has it from the docstrings."""
+    page = load_python_file(ROOT / "docs" / "make_metrics_page.py").page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == page, "run python docs/make_metrics_page.py"
+    train_part, _, eval_part = page.partition("## A line of an evaluation")
+    on_page = [re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE) for part in (train_part, eval_part)]
+    lines = metrics.read(finished / metrics.FILE)
+    [evaluated] = [line for line in lines if "eval_sets" in line]
+    assert sorted(on_page[0]) == sorted(lines[0]) == sorted(train_fields())
+    assert on_page[1] == [*evaluated, *result_fields(), MESSAGE_FIELD.name]
+    assert MESSAGE_FIELD.name in json.loads(metrics.encode({"step": 1, "loss_nats": float("nan")}))
+    assert lines[0]["data_planned"] == {"data": 1.0}
+    described = [*train_fields().values(), *eval_fields().values()]
+    assert all(field.meaning and field.title for field in described)
+    units = {field.name: field.unit for field in described}
+    assert (units["step_time_ms"], units["tokens_per_s"], units["step"]) == (
+        "milliseconds",
+        "tokens per second",
+        "",
+    )
+
+
+def test_every_metric_of_the_board_is_at_the_endpoint_of_a_run(finished: Path) -> None:
+    """launch/grafana/jtrain.json; what a CPU does not tell is declared without a sample."""
+    [run] = open_runs([str(finished)])
+    while run.refresh():
+        pass
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(prometheus.exposition([run]).decode())
+    }
+    board = json.loads((ROOT / "launch" / "grafana" / "jtrain.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in board["templating"]["list"]]
+    queried = {name for query in queries for name in re.findall(r"jtrain_\w+", query)}
+    assert len(queried) > 20
+    assert queried - families.keys() == set()
+    unknown = {name for name in queried if not families[name].samples}
+    told_by_drivers = {"mfu", "measured_peak_share", "device_memory_peak_gib", "clock_mhz", "power_w"}
+    assert unknown <= {f"jtrain_{name}" for name in told_by_drivers}
+    [step], [saved] = families["jtrain_step"].samples, families["jtrain_checkpoint_step"].samples
+    assert (step.labels, step.value, saved.value) == ({"run": finished.name}, 5, 5)
+    for query in queries:
+        for selector in re.findall(r"jtrain_\w+(\{.*?\})?", query):
+            assert selector in ("", '{run=~"$run"}'), query
+    labels = set(re.findall(r"\{\{(\w+)\}\}", json.dumps(board)))
+    assert labels == {"run", "set", "category"}
 
 
 def test_a_finished_run_is_left_alone(finished: Path) -> None:

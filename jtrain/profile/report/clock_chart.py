@@ -3,10 +3,13 @@
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from jtrain.profile.analysis.records import Breakdown, ClockTrack
 from jtrain.report.charts import WIDTH, borders, ends, lane, plot, step_area, step_line, svg, text
 from jtrain.report.number_formats import seconds
 from jtrain.report.page import Picture
+from jtrain.report.thinning import thin
 
 QUANTITIES = (
     ("sm_mhz", "core clock", "MHz"),
@@ -17,7 +20,7 @@ QUANTITIES = (
 
 _HEIGHT = 100
 _BUCKETS = 400
-"""Time buckets of a line; of each its first, lowest, highest and last sample are drawn."""
+"""Time buckets of a line, which `thin` draws."""
 
 
 def clock_charts(breakdown: Breakdown) -> list[str | Picture]:
@@ -57,23 +60,6 @@ def clock_charts(breakdown: Breakdown) -> list[str | Picture]:
     ]
 
 
-def thin(times: Sequence[float], values: Sequence[float | None], end_s: float) -> list[int]:
-    """Indices of the samples to draw: all, or the first, lowest, highest and last of each time bucket."""
-    # Four points per bucket are drawn anyway, so fewer samples need no thinning.
-    if len(times) <= 4 * _BUCKETS:
-        return list(range(len(times)))
-    spans: dict[int, list[int]] = {}
-    for index, time in enumerate(times):
-        spans.setdefault(int(time / end_s * _BUCKETS), []).append(index)
-    drawn_indices: set[int] = set()
-    for indices in spans.values():
-        known_values = [(value, index) for index in indices if (value := values[index]) is not None]
-        # Lowest and highest, so that a short drop of the clock stays visible.
-        extremes = [min(known_values)[1], max(known_values)[1]] if known_values else []
-        drawn_indices.update((indices[0], indices[-1], *extremes))
-    return sorted(drawn_indices)
-
-
 def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s: float, marks: str) -> str:
     known_values = [value for track in tracks for value in getattr(track, field) if value is not None]
     # A constant quantity gets 1 % of itself as margin, and a constant 0 gets 1.
@@ -82,7 +68,8 @@ def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s
     lines: list[str] = []
     for index, track in enumerate(tracks):
         values = getattr(track, field)
-        indices = thin(track.time_s, values, end_s)
+        # None, for unknown, becomes NaN.
+        indices = thin(np.asarray(track.time_s), np.asarray(values, np.float64), buckets=_BUCKETS).tolist()
         x = [track.time_s[i] / end_s * WIDTH for i in indices]
         y = [None if values[i] is None else (high - values[i]) / (high - low) * _HEIGHT for i in indices]
         # The first device is highlighted until the page's script changes that.

@@ -75,8 +75,8 @@ class Page:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
 
-    def open(self, file: Path, *, width: int, height: int = 844, dark: bool = False) -> None:
-        """Loads a file on a screen of `width` CSS pixels, and waits until it is complete."""
+    def open(self, address: Path | str, *, width: int, height: int = 844, dark: bool = False) -> None:
+        """Loads a file, or a URL, on a screen of `width` CSS pixels, and waits until it is complete."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -87,7 +87,7 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
-        self.call("Page.navigate", url=file.as_uri())
+        self.call("Page.navigate", url=address if isinstance(address, str) else address.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
 

@@ -17,7 +17,6 @@ from jtrain.profile.analysis.breakdown import analyse
 from jtrain.profile.analysis.lanes import MAX_EXECUTIONS
 from jtrain.profile.analysis.records import Breakdown
 from jtrain.profile.report import profile_page
-from jtrain.profile.report.clock_chart import thin
 from jtrain.profile.report.ops_section import MAX_OPS
 from tests.profile import example
 from tests.profile.report import browser
@@ -330,19 +329,6 @@ def test_a_large_window_stays_a_file_that_a_phone_opens(page: browser.Page, tmp_
     assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == MAX_OPS
     assert "3,000 ops" in page.value("document.getElementById('ops').innerText")
     assert page.value("document.documentElement.scrollWidth") <= 390
-
-
-def test_a_thinned_line_keeps_its_extremes() -> None:
-    """Of 10,000 samples about 1,600 are drawn, including a single dip; of few samples all are drawn."""
-    times = [i / 1000 for i in range(10_000)]
-    values: list[float | None] = [1980.0] * 10_000
-    values[4321], values[777] = 345.0, None
-
-    kept = thin(times, values, 10.0)
-
-    assert len(kept) <= 4 * 401
-    assert {0, 4321, 9999} <= set(kept)
-    assert thin(times[:50], values[:50], 10.0) == list(range(50))
 
 
 def test_without_a_browser_ci_fails_and_others_skip_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
