@@ -311,6 +311,14 @@ def emulated_devices() -> list[jax.Device]:
 
 
 @pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    from tests.wheels import build  # lazy: few tests need it
+
+    return build(tmp_path_factory.mktemp("wheel"), ROOT, "wheel")
+
+
+@pytest.fixture(scope="session")
 def page() -> Iterator[Any]:
     """The one page of a headless browser, for all reports."""
     from tests.profile.report import browser  # lazy: few tests need it

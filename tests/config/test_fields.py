@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def test_every_field_has_a_meaning_and_a_place() -> None:
     """The line of its place defines it."""
     assert len(FIELDS) > 300
     assert [path for path, field in FIELDS.items() if len(field.meaning) < 8] == []
+    named = {(field.owner, field.name): field.meaning for field in FIELDS.values()}
+    meanings = Counter((owner, meaning) for (owner, _), meaning in named.items())
+    assert [key for key, count in meanings.items() if count > 1] == [], "one entry for several fields tells of none"
     for field in FIELDS.values():
         file, _, number = field.place.partition(":")
         line = (ROOT / file).read_text().splitlines()[int(number) - 1]
