@@ -91,7 +91,6 @@ def check_quoted(quoted: str, printed: str) -> None:
         assert re.search(pattern, printed, re.DOTALL), f"{lines[count - 1]!r} is not in\n{printed[-6000:]}"
 
 
-
 if __name__ == "__main__":
     for typed_block, output in follow(Path(sys.argv[1]).read_text(), Path(sys.argv[2])):
         print(f"$ {typed_block.text}{output}", flush=True)
