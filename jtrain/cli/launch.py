@@ -26,8 +26,9 @@ from jtrain.runtime.stores import check_workdir, default_workdir, workdir_path
 from jtrain.supervise.heart import start_heart
 from jtrain.supervise.supervisor import Supervisor
 
-
-REMARK = "# `jtrain explain FIELD` says what a field means: its unit, its default, its values and who reads it."
+REMARK = (
+    "# `jtrain explain FIELD` says what a field means: its unit, its default, its values and who reads it."
+)
 """Last line of --print-config: a remark, as in config.txt."""
 
 

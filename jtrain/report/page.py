@@ -78,6 +78,7 @@ class Panels:
 
 
 type PageBlock = str | Title | Paragraph | Items | Folded | Links | Picture | Panels | Table
+"""Part of a page; a string is a paragraph of text."""
 
 
 @dataclasses.dataclass(frozen=True)
