@@ -110,6 +110,7 @@ def run(fresh_python: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.Mon
             assert shipped in settings.source
             settings.source = settings.source.replace(shipped, fewer)
         kernel = KernelManager()
+        assert kernel.kernel_spec is not None
         kernel.kernel_spec.argv[0] = str(fresh_python)
         client = NotebookClient(
             notebook, km=kernel, timeout=None, resources={"metadata": {"path": str(tmp_path)}}
