@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import inspect
 import os
 import re
 import subprocess
@@ -58,8 +59,8 @@ def test_every_notebook_begins_with_the_same_cell_that_installs_jtrain() -> None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_what_a_notebook_imports_exists(path: Path) -> None:
-    """Also where nobody runs the slow tests below."""
+def test_what_a_notebook_imports_exists_and_takes_what_it_is_given(path: Path) -> None:
+    """By name; also where nobody runs the slow tests below."""
     nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
     ours = [
         node
@@ -67,9 +68,16 @@ def test_what_a_notebook_imports_exists(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jtrain")
     ]
     assert ours
+    names: dict[str, Any] = {}
     for node in ours:
         for alias in node.names:
-            exec(f"from {node.module} import {alias.name}", {})
+            exec(f"from {node.module} import {alias.name}", names)
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        function = names.get(ast.unparse(call.func))
+        if callable(function):
+            parameters = inspect.signature(function).parameters
+            given = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
+            assert [name for name in given if name not in parameters] == [], ast.unparse(call)
 
 
 @pytest.fixture(scope="module")
