@@ -27,7 +27,7 @@ def commands(text: str) -> list[list[str]]:
     """The `jtrain VERB` lines of a page's bash blocks, as words."""
     blocks = re.findall(r"^ *```bash\n(.*?)```", text, re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("jtrain ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.strip().startswith("jtrain ")]
 
 
 COMMANDS = {shlex.join(words): words for text in TEXTS.values() for words in commands(text)}
@@ -126,7 +126,7 @@ WALKED = ("launch", "plan", "profile", "checkpoint", "data", "hf", "generate")
 
 
 def newcomer_commands(corpus: Path) -> list[list[str]]:
-    """All of the README, then the first four of each page whose files are there or made before.
+    """The front page, the README, then the first four of each page whose files are there or made before.
 
     Args:
       corpus: stands for the reader's own files, /my/.
@@ -134,7 +134,7 @@ def newcomer_commands(corpus: Path) -> list[list[str]]:
     elsewhere = ("gs://", "models/", "hooks.", "train.bin", "runs/after", "runs/llama1b", "qwen3_4b")
     # Compilers of other machines, minutes each; tests/plan and tests/cli run them.
     dear = ("--compile", "--topology", "--config=llama8b")
-    chosen = [["launch", "--config=tiny"], *commands(TEXTS["README.md"])]
+    chosen = [*commands(TEXTS["docs/index.md"]), ["launch", "--config=tiny"], *commands(TEXTS["README.md"])]
     for verb in WALKED:
         near = [
             words

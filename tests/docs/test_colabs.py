@@ -3,6 +3,7 @@
 import ast
 import base64
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,6 @@ from typing import Any
 
 import nbformat
 import pytest
-from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 from tests.wheels import own_environment, pip
@@ -110,6 +110,12 @@ def run(fresh_python: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
 
+    kernel = tmp_path / "jupyter" / "kernels" / "colab"
+    kernel.mkdir(parents=True)
+    argv = [str(fresh_python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+
     def run_notebook(name: str, steps: tuple[int, int] | None = None) -> dict[str, Any]:
         notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
         if steps is not None:
@@ -117,13 +123,8 @@ def run(fresh_python: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.Mon
             shipped, fewer = (f"steps = {number}\n" for number in steps)
             assert shipped in settings.source
             settings.source = settings.source.replace(shipped, fewer)
-        kernel = KernelManager()
-        assert kernel.kernel_spec is not None
-        kernel.kernel_spec.argv[0] = str(fresh_python)
-        client = NotebookClient(
-            notebook, km=kernel, timeout=None, resources={"metadata": {"path": str(tmp_path)}}
-        )
-        client.execute()
+        resources = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, kernel_name="colab", timeout=None, resources=resources).execute()
         assert has_jtrain(fresh_python)
         return {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
@@ -161,6 +162,7 @@ def test_data_is_mixed_packed_prepared_and_changed(run: Runner) -> None:
         assert 1 <= spread[packing, "True"] < spread[packing, "False"]
     prepared = text_of(outputs["prepare"])
     assert prepared.count(": intact (") == 4
+    assert "(what is prepared anew, or with more files, has another order" in prepared
     assert "the same: True" in prepared
     changed = text_of(outputs["change"])
     assert "step 12: the mixture was 'linear" in changed
