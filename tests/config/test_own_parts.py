@@ -160,6 +160,7 @@ def test_the_optimizer_and_the_schedule_of_the_page_are_their_formulas(folder: P
         mean = 0.95 * mean + 0.05 * clipped
         want = want - rate * (direction + 0.1 * want)
         np.testing.assert_allclose(params["kernel_DF"], want, atol=1e-6)
+        np.testing.assert_allclose(jax.tree.leaves(state)[0], mean, atol=1e-6)
 
 
 SETS = ["num_steps=6", "checkpoint.every_steps=2", "eval.every_steps=3", "data.global_batch=8"]
