@@ -109,7 +109,7 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
             generated = vars(thing).get("__init__") if dataclasses.is_dataclass(thing) else None
             if generated is not None and not hasattr(generated, "__wrapped__"):
                 # jaxtyping's would check the fields twice, for 0.1 ms an object: a plan makes 100,000 of them.
-                setattr(thing, "__init__", decorate(generated))
+                setattr(thing, "__init__", decorate(generated))  # noqa: B010 -- a type checker refuses the plain form
             return thing
         annotations = list(getattr(thing, "__annotations__", {}).values())
         has_shapes = any(map(_has_shapes, annotations))
@@ -327,6 +327,14 @@ def emulated_devices() -> list[jax.Device]:
     devices = jax.devices()
     assert len(devices) == 8, devices
     return devices
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    from tests.wheels import build  # lazy: few tests need it
+
+    return build(tmp_path_factory.mktemp("wheel"), ROOT, "wheel")
 
 
 @pytest.fixture(scope="session")

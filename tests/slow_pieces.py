@@ -34,7 +34,14 @@ is as fast as the one that measured them. The whole of CI has 90 minutes, and th
 EVERY_TIME = "random-layouts"
 """Piece of every run."""
 CONCERN_ALL = ("pyproject.toml", "constraints.txt", "tests/conftest.py")
-PACKAGES = {"configs": "config", "kernels": "kernels", "bench": "bench", "launch": "launch"}
+PACKAGES = {
+    "configs": "config",
+    "kernels": "kernels",
+    "bench": "bench",
+    "launch": "launch",
+    "docs": "docs",
+    "colabs": "docs",
+}
 """Top folder beside `jtrain` and `tests` -> package whose tests it concerns."""
 
 

@@ -17,6 +17,7 @@ import pytest
 from jtrain.cli.verbs import VERBS
 from jtrain.config.load import load_config
 from jtrain.train.callbacks import load_callbacks
+from tests.pages import environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,7 +28,7 @@ def commands(text: str) -> list[list[str]]:
     """The `jtrain VERB` lines of a page's bash blocks, as words."""
     blocks = re.findall(r"^ *```bash\n(.*?)```", text, re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("jtrain ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.strip().startswith("jtrain ")]
 
 
 COMMANDS = {shlex.join(words): words for text in TEXTS.values() for words in commands(text)}
@@ -136,7 +137,7 @@ WALKED = ("launch", "plan", "profile", "checkpoint", "data", "hf", "generate")
 
 
 def newcomer_commands(corpus: Path) -> list[list[str]]:
-    """All of the README, then the first four of each page whose files are there or made before.
+    """The front page, the README, then the first four of each page whose files are there or made before.
 
     Args:
       corpus: stands for the reader's own files, /my/.
@@ -144,7 +145,7 @@ def newcomer_commands(corpus: Path) -> list[list[str]]:
     elsewhere = ("gs://", "models/", "hooks.", "train.bin", "runs/after", "runs/llama1b", "qwen3_4b")
     # Compilers of other machines, minutes each; tests/plan and tests/cli run them.
     dear = ("--compile", "--topology", "--config=llama8b")
-    chosen = [["launch", "--config=tiny"], *commands(TEXTS["README.md"])]
+    chosen = [*commands(TEXTS["docs/index.md"]), ["launch", "--config=tiny"], *commands(TEXTS["README.md"])]
     for verb in WALKED:
         near = [
             words
@@ -172,13 +173,11 @@ def test_a_newcomer_follows_the_pages_and_each_next_command(tmp_path: Path) -> N
     corpus.mkdir()
     documents = ({"text": f"document {number} says {number * number}. " * 8} for number in range(2000))
     (corpus / "a.jsonl").write_text("".join(f"{json.dumps(document)}\n" for document in documents))
-    dropped = ("XLA_FLAGS", "JAX_PLATFORMS")
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = environment(tmp_path / "programs")
 
     def run(words: list[str]) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "jtrain", *words],
+            [str(tmp_path / "programs" / "jtrain"), *words],
             cwd=tmp_path,
             env=env,
             capture_output=True,
@@ -212,11 +211,16 @@ def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:
     return next(iter(taken["--config"]), None), taken["--with"], taken["--set"]
 
 
+def is_in_a_readers_file(name: str, sets: list[str]) -> bool:
+    """True if a config, or a class that a field is set to, is in a file that the page has the reader write."""
+    return re.search(r"\.py($|:)", name) is not None or any(re.search(r"=\w+\.py:", text) for text in sets)
+
+
 CONFIGURED = {
     text: configured(words)
     for text, words in COMMANDS.items()
-    # A config in a file of the reader's own is trained in tests/config/test_own_parts.py.
-    if (name := configured(words)[0]) is not None and ".py:" not in name
+    # tests/docs/test_tutorials.py trains what is in a reader's file.
+    if (name := configured(words)[0]) is not None and not is_in_a_readers_file(name, configured(words)[2])
 }
 
 

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from tests.pages import Block, blocks
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("jtrain", "kernels", "configs", "tests", "pyproject.toml")
@@ -28,24 +29,15 @@ LISTS = (
 """Tests of lists that a change has to extend: a recipe that forgets one leaves them failing."""
 
 
-class Block(NamedTuple):
-    """A fenced block: its language, the file that it names or "", and its text."""
-
-    language: str
-    title: str
-    text: str
-
-
 def recipes(page: str) -> dict[str, list[Block]]:
     """The blocks of each recipe, by what it adds."""
     _, _, section = page.partition("\n## Recipes\n")
     section = re.split(r"^## ", section, flags=re.MULTILINE)[0]
-    blocks = {}
+    found = {}
     for part in re.split(r"^### Add an? ", section, flags=re.MULTILINE)[1:]:
         name, _, text = part.partition("\n")
-        found = re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
-        blocks[name] = [Block(*groups) for groups in found]
-    return blocks
+        found[name] = blocks(text)
+    return found
 
 
 RECIPES = recipes((ROOT / "CONTRIBUTING.md").read_text())
@@ -53,8 +45,8 @@ RECIPES = recipes((ROOT / "CONTRIBUTING.md").read_text())
 
 def test_every_kind_of_change_has_a_recipe_that_ends_with_its_test() -> None:
     assert RECIPES.keys() == NEEDED
-    for blocks in RECIPES.values():
-        *changes, run = blocks
+    for steps in RECIPES.values():
+        *changes, run = steps
         assert run.language == "bash"
         assert run.text.startswith("pytest tests/")
         assert all(block.language in ("python", "diff") and block.title for block in changes)
@@ -89,9 +81,9 @@ def linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def follow(blocks: list[Block], tree: Path) -> None:
+def follow(steps: list[Block], tree: Path) -> None:
     """Makes the changes of a recipe in a copy of the tree."""
-    for block in blocks[:-1]:
+    for block in steps[:-1]:
         path = tree / block.title
         assert path.exists() == (block.language == "diff"), f"{block.title} is there already, or missing"
         text = block.text if block.language == "python" else changed(path.read_text(), block.text)
@@ -108,15 +100,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, tree / name, copy_function=linked)
         else:
             shutil.copy2(ROOT / name, tree / name)
-    for blocks in RECIPES.values():
-        follow(blocks, tree)
+    for steps in RECIPES.values():
+        follow(steps, tree)
     return tree
 
 
 @pytest.fixture(scope="module")
 def outcomes(tree: Path) -> dict[str, list[str]]:
     """Outcomes of the tests by file: of each recipe's, and of `LISTS`."""
-    files = [shlex.split(blocks[-1].text)[1] for blocks in RECIPES.values()]
+    files = [shlex.split(steps[-1].text)[1] for steps in RECIPES.values()]
     options = ["-q", "--continue-on-collection-errors", "--junitxml=results.xml", "-o", "junit_family=xunit1"]
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}
     command = [sys.executable, "-m", "pytest", *options, *files, *LISTS]
@@ -147,7 +139,7 @@ def test_a_recipe_extends_every_list(test: str, outcomes: dict[str, list[str]]) 
 
 def test_the_changed_files_pass_lint(tree: Path) -> None:
     """Also as they are formatted: a recipe can be committed as it stands."""
-    files = sorted({block.title for blocks in RECIPES.values() for block in blocks if block.title})
+    files = sorted({block.title for steps in RECIPES.values() for block in steps if block.title})
     for command in (["check", "-q"], ["format", "--check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, *files],

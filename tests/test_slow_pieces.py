@@ -168,6 +168,14 @@ def test_a_changed_package_runs_its_pieces_and_then_those_of_its_importers() -> 
     assert chosen[0][1] == "tests/train/test_2.py changed"
 
 
+def test_a_changed_page_or_notebook_runs_the_tutorials_and_the_notebooks() -> None:
+    """The real pieces; the piece `docs` is part of every run of CI, by its name."""
+    for changed in ("docs/tutorials/data.md", "colabs/tiny.ipynb", "docs/fields.md"):
+        chosen = choose(PIECES, [changed], importers(ROOT), day=0)
+        assert set(names_of(chosen[:3])) == {"colabs", "tutorials-1", "tutorials-2"}
+        assert {reason for _, reason in chosen[:3]} == {"docs changed"}
+
+
 def test_what_concerns_no_piece_runs_the_one_in_turn_alone() -> None:
     for changed in ([], ["README.md", "docs/index.md"], ["jtrain/hf/mapping.py"]):
         assert choose(TWELVE, changed, USERS, day=3) == [(TWELVE[3], "in turn today")]

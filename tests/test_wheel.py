@@ -1,7 +1,6 @@
 """The distributions: what a wheel and an sdist carry, and what a user of the installed wheel sees."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.wheels import build, own_environment, pip
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -38,31 +39,6 @@ MeshSpec(data="eight")
 MeshSpec(dota=8)
 jtrain_kernels.device.from_name(200)
 """
-
-
-def build(folder: Path, root: Path, target: str) -> Path:
-    """The distribution that hatchling makes of `root`: a wheel or an sdist."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
-    (file,) = folder.glob("jtrain-*.whl" if target == "wheel" else "jtrain-*.tar.gz")
-    return file
-
-
-def pip(environment: Path, *arguments: str) -> None:
-    """Runs pip for another environment, which need not have it."""
-    command = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), *arguments]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def own_environment() -> dict[str, str]:
-    """The tests' environment without what points at the checkout or sets up emulated devices."""
-    dropped = ("JAX_", "XLA_", "PYTHON", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("wheel"), ROOT, "wheel")
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +70,7 @@ def test_a_wheel_carries_what_a_user_needs_and_no_more(wheel: Path) -> None:
         "jtrain/py.typed",
         "jtrain_kernels/py.typed",
         "jtrain/_configs/tiny.py",
+        "jtrain/_constraints.txt",
     } <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {"jtrain/bench/one_gpu.py", "jtrain/bench/checkpoint_programs/checkpoint_torch.py"} <= names

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jtrain.errors import UserError, did_you_mean
 
 type Verdict = Literal["holds", "FAILS", "not checked"]
+"""Result of one check."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ VERB = Verb(
         "parts of traced steps, mixture against plan, clocks, checkpoints, events and texts. It reads the "
         "files of the workdirs alone. /metrics has the newest numbers for Prometheus.",
         subject="workdir",
-        then=lambda args: shlex.join(["jtrain", "profile", "--workdir", args.workdir[0]]),
+        next_command=lambda args: shlex.join(["jtrain", "profile", "--workdir", args.workdir[0]]),
     ),
 )
 main = VERB.main

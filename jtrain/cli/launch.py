@@ -26,6 +26,11 @@ from jtrain.runtime.stores import check_workdir, default_workdir, workdir_path
 from jtrain.supervise.heart import start_heart
 from jtrain.supervise.supervisor import Supervisor
 
+REMARK = (
+    "# `jtrain explain FIELD` says what a field means: its unit, its default, its values and who reads it."
+)
+"""Last line of --print-config: a remark, as in config.txt."""
+
 
 def _add_supervisor(parser: Parser) -> None:
     """Adds --supervise and --processes, which the processes that a supervisor starts are not given."""
@@ -144,7 +149,7 @@ def train(args: Args) -> int:
 
     run_config = load_config(args.config, args.fiddlers, args.sets)
     if args.print_config:
-        print(tree.flat(run_config), end="")
+        print(tree.flat(run_config), REMARK, sep="")
         return 0
     run = build_run(run_config)
     # Before devices are used: XLA reads these variables when it makes its allocator.

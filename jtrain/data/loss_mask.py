@@ -21,6 +21,7 @@ NO_RUNS = np.zeros((0, 3), np.int32)
 """Runs of tokens of which all are learned alike."""
 
 type Runs = Int[np.ndarray, "runs 3"]
+"""Runs of tokens, int32: the first token, the end, and 0 where they are not learned."""
 
 
 class ChunkPart(NamedTuple):

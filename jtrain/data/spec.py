@@ -39,7 +39,8 @@ class PackedText:
     tokenizer: `bytes`, `bytes_chat` (bytes, marks of chats and a chat template), or the path of a Hugging
       Face `tokenizer.json`; a source may have its own.
     end_token: the token that ends a document, if the tokenizer's files do not name it.
-    text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
+    text_field: field of a record of `path` that holds its text; see `Source`.
+    text_piece_bytes: length of the pieces of a text file at `path`, in bytes; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.
     mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a
       row), or rows (each row then holds one source).

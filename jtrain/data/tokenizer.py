@@ -21,6 +21,8 @@ from jtrain.data.tokenizer_files import BYTES, BYTES_CHAT, folder_of
 from jtrain.errors import FileError, UserError
 
 type Ids = Int[np.ndarray, " tokens"]
+"""Ids of the tokens of a text."""
+
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
 """Tokens of each document (int32), and the ids of all documents, end to end, in the `id_dtype`."""
 

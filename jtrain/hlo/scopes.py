@@ -9,6 +9,7 @@ import re
 from typing import Literal
 
 type Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "other"]
+"""Part of a train step that an operation belongs to."""
 
 _LAYER_SCOPES = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
 """Named scopes of `jtrain.step.train_step` and `jtrain.model.transformer`; each is a layer of the report."""

@@ -49,6 +49,8 @@ FIELDS |= {"A": "mixer.num_heads", "O": "mixer.num_key_heads"}
 """Dimension letter -> config field with its size, for messages."""
 
 type ContextOrder = Literal["contiguous", "zigzag"]
+"""Order of a row's positions over the axis `context`; `zigzag` gives each device an early and a late part, so
+that causal attention costs all the same."""
 
 type Kernels = tuple[tuple[str, str], ...]
 """Implementations by op that replace the choice of `jtrain_kernels.registry`: (("attention", "cudnn"),)."""

@@ -12,8 +12,10 @@ import numpy as np
 from jtrain.errors import UserError
 
 type Dtype = Literal["float32", "bfloat16"]
+"""Number format of parameters, computation and sums."""
 
 type MatmulDtype = Literal["compute", "fp8_current", "fp8_delayed"]
+"""Number format of the layers' matrix products; `compute` is `precision.compute_dtype`."""
 
 
 @dataclasses.dataclass(frozen=True)

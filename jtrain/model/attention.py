@@ -22,7 +22,9 @@ from jtrain.model.tensor_parallel import TensorAxis, local_part
 class AttentionSpec(MixerSpec):
     """Grouped-query attention (arXiv:2305.13245).
 
-    num_heads, num_kv_heads, head_dim: N, K and H; None takes the model's.
+    num_heads: heads of queries, N; None takes the model's.
+    num_kv_heads: heads of keys and values, K; None takes the model's.
+    head_dim: size of each head, H; None takes the model's.
     rope: rotary positions; None for none.
     bias: `qkv` adds a learned vector to queries, keys and values, `all` to the output as well.
     qk_norm: norm of queries and keys: `head` over each head (Qwen3), `all` over all heads together (OLMo 2),

@@ -51,7 +51,8 @@ class MLPSpec:
     activation: of the gate, or of the only projection without a gate.
     gated: False has no gate.
     bias: True adds a learned vector to each projection.
-    gate_scale, out_scale: multiply the gate before its activation, and the output (Falcon-H1).
+    gate_scale: multiplies the gate before its activation (Falcon-H1).
+    out_scale: multiplies the output (Falcon-H1).
     inner_norm: True divides the hidden layer by its root mean square, and multiplies with a learned scale
       (BitNet).
     """

@@ -19,7 +19,8 @@ class Llama3Scaling:
     under `original_seq_len / high_freq_factor` stay; frequencies between the two are blended.
 
     factor: longest context over that of pretraining.
-    low_freq_factor, high_freq_factor: bounds of the blend, as parts of `original_seq_len`.
+    low_freq_factor: `original_seq_len` over the wavelength from which on all of the scaling counts.
+    high_freq_factor: `original_seq_len` over the wavelength up to which none of it counts.
     original_seq_len: context of pretraining, in tokens.
 
     Source: Llama 3.1's `rope_scaling` of type `llama3` (arXiv:2407.21783, section 3.4.2).
@@ -79,7 +80,8 @@ class YarnScaling:
 
     factor: longest context over that of pretraining.
     original_seq_len: context of pretraining, in tokens.
-    beta_fast, beta_slow: rotations over `original_seq_len` at which the ramp begins and ends.
+    beta_fast: rotations over `original_seq_len` at which the ramp begins.
+    beta_slow: rotations over `original_seq_len` at which the ramp ends.
     truncate: True rounds the ends of the ramp to whole dims.
     attention_factor: multiplies cosine and sine, and with them scores by its square; 1 where the model's
       attention has a scale of its own.

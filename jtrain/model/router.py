@@ -24,7 +24,8 @@ class MoESpec:
     num_experts: experts per layer, X.
     top_k: experts per token: those with the highest scores.
     d_ff: hidden width F of one expert; None takes `model.d_ff`.
-    activation, gated: of experts and shared experts, as in `MLPSpec`.
+    activation: nonlinearity of experts and shared experts, as in `MLPSpec`.
+    gated: True gives experts and shared experts a gate, as in `MLPSpec`.
     bias: True adds a learned vector to each projection of each expert, and to the router's logits (gpt-oss).
     normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps
       the scores.
@@ -41,8 +42,8 @@ class MoESpec:
     bias_update_rate: step by which every update of the optimizer moves the correction bias of each expert: up
       if fewer tokens of the global batch than the mean chose it, down if more; padding does not count
       (arXiv:2408.15664, algorithm 1; DeepSeek-V3 has 0.001). 0 leaves the bias as it is.
-    num_groups, top_groups: experts come in groups, and a token's are of those `top_groups` that score
-      highest.
+    num_groups: groups of experts that lie side by side; 1 for no groups.
+    top_groups: groups from which a token's experts are taken: those with the highest scores.
     group_score: score of a group: the sum of its two best experts (DeepSeek-V3), or its best (DeepSeek-V2).
     weight_scale: multiplies the weights of a token's experts.
     weight_input: True multiplies what a token's only expert reads by its weight, not what it returns (Llama

@@ -49,7 +49,13 @@ class Transformer(nnx.Module):
     compiled once and looped over, and two blocks with a window.
 
     Args:
-      num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
+      num_layers: layers, Y.
+      d_model: width of the residual stream between layers, D.
+      num_heads: heads of queries in each layer, N.
+      num_kv_heads: heads of keys and values in each layer, K; each serves N / K heads of queries.
+      head_dim: size of each head, H; N * H may differ from D.
+      d_ff: hidden width of the feed-forward layers, F.
+      vocab_size: token ids, V: rows of the embedding.
       moe: mixture of experts that replaces every feed-forward layer; None for a dense model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.

@@ -7,9 +7,11 @@ own, so none can drift after a restore.
 """
 
 from jtrain.optim.decay_schedules import Cosine, StepsOrFraction, WarmupStableDecay
-from jtrain.optim.optimizer import Optimizer, Update, build, check_layout
+from jtrain.optim.optimizer import Optimizer, build, check_layout
+from jtrain.optim.rounding import moving_mean
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import Moments, ParamTree, state_bytes
+from jtrain.optim.update import Update
 
 __all__ = [
     "AdamW",
@@ -23,5 +25,6 @@ __all__ = [
     "WarmupStableDecay",
     "build",
     "check_layout",
+    "moving_mean",
     "state_bytes",
 ]

@@ -32,33 +32,7 @@ from jtrain.optim.state import (
     store_moment,
     uses_muon,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """Scalars of a step that the update of every parameter needs; f32, except `step` and `applied`.
-
-    step: updates completed before this one, int32.
-    grad_norm: global norm of all gradients, before clipping.
-    grad_scale: factor that clips the gradients.
-    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors: XLA divides by a
-      scalar, or multiplies by its inverse with another last bit, as the rest of the program has it.
-    applied: False leaves parameters and state as they are, bit for bit; bool.
-    """
-
-    step: Any
-    learning_rate: Any
-    grad_norm: Any
-    grad_scale: Any
-    mu_scale: Any
-    nu_scale: Any
-    applied: Any
-
-    @property
-    def metrics(self) -> dict[str, Array]:
-        """The step's metrics that the optimizer computes."""
-        return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+from jtrain.optim.update import Update
 
 
 def mark_nonfinite(param: Array, leaf: ParamState) -> Array:
@@ -274,15 +248,11 @@ class Optimizer:
             direction, new_mu = orthogonal_step(spec, info, clipped, mu, update.step)
             moments = {"mu": new_mu}
         else:
-            nu = load_moment(spec, info, leaf, "nu")
+            old = {"mu": mu}
+            if "nu" in spec.moments:
+                old["nu"] = load_moment(spec, info, leaf, "nu")
             # Moments average the gradient after clipping.
-            moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
-            # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old
-            # moments.
-            new_mu, new_nu = (
-                jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu))
-            )
-            direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
+            direction, moments = spec.direction(clipped, old, update)
         new: ParamState = {}
         # Rounded only for storage: the direction above used the unrounded moments.
         for name, value in moments.items():
@@ -373,11 +343,6 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
 
 def _f32(x: Array) -> Array:
     return x.astype(jnp.float32)
-
-
-def _mean(new: Array, old: Array, rate: float) -> Array:
-    """Exponential moving average: (1 - rate) new + rate old, each product rounded by itself."""
-    return round_alone((1.0 - rate) * new) + round_alone(rate * old)
 
 
 def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:

@@ -82,6 +82,11 @@ def round_alone(product: Array) -> Array:
     return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 
 
+def moving_mean(new: Array, old: Array, rate: float) -> Array:
+    """Exponential moving average: (1 - rate) new + rate old, each product rounded by itself."""
+    return round_alone((1.0 - rate) * new) + round_alone(rate * old)
+
+
 def uniform(bits: Array) -> Array:
     """Uniform f32 in [0, 1), from the upper 24 bits."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

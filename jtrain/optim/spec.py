@@ -1,10 +1,16 @@
 """Optimizer configurations `AdamW` and `Muon`, with all checks that need no parameters."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from jtrain.errors import UserError
 from jtrain.optim.decay_schedules import Cosine, StepsOrFraction, WarmupStableDecay
+from jtrain.optim.rounding import moving_mean
+from jtrain.optim.update import Update
 from jtrain.optim.validators import check_choice, check_number, check_steps
 
 _STALL = {"float32": 0.0, "bfloat16": 2.0**-8, "bfloat16_sr": 0.0, "int8": 0.0}
@@ -28,7 +34,8 @@ class AdamW:
     schedule: course of the rate after the warm-up.
     warmup_steps: update k < warmup_steps uses peak_lr * (k + 1) / warmup_steps. An int is steps, a float
       below 1.0 a fraction of the run (`StepsOrFraction`).
-    b1, b2: decay rates of the first and the second moment.
+    b1: decay rate of the first moment, the mean of the gradient.
+    b2: decay rate of the second moment, the mean of its square.
     eps: added to the square root of the second moment.
     weight_decay: multiplied by the learning rate, as in PyTorch. Applies to matrices only
       (`ParamInfo.is_matrix`): norm scales never decay; embedding and unembedding do, as in Megatron-LM and
@@ -62,6 +69,33 @@ class AdamW:
     moment_dtype: Literal["float32", "bfloat16", "bfloat16_sr", "int8"] = "float32"
     master_dtype: Literal["none", "float32"] = "none"
     param_rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    moments: ClassVar[tuple[Literal["mu", "nu"], ...]] = ("mu", "nu")
+    """Moments that the state keeps of each parameter: `mu`, and `nu`, which is never negative. A subclass of
+    a user's own may do without `nu`."""
+
+    def direction(
+        self, gradient: Array, moments: Mapping[str, Array], update: Update
+    ) -> tuple[Array, dict[str, Array]]:
+        """Direction of a step, which the learning rate multiplies, and the new moments; f32.
+
+        A subclass of a user's own overrides it. The arrays are a parameter, a layer of it or a slice, so that
+        only elementwise operations give every layout the same numbers.
+
+        Args:
+          gradient: clipped gradient, f32.
+          moments: the old ones, f32, by the names in `AdamW.moments`.
+          update: scalars of the step.
+        """
+        mu, nu = moments["mu"], moments["nu"]
+        new_mu, new_nu = moving_mean(gradient, mu, self.b1), moving_mean(gradient**2, nu, self.b2)
+        # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old
+        # moments.
+        written_mu, written_nu = (
+            jnp.where(update.applied, new, old) for new, old in ((new_mu, mu), (new_nu, nu))
+        )
+        direction = written_mu * update.mu_scale / (jnp.sqrt(written_nu * update.nu_scale) + self.eps)
+        return direction, {"mu": new_mu, "nu": new_nu}
 
     def __post_init__(self) -> None:
         check_number("peak_lr", self.peak_lr, "above 0", lambda x: x > 0)

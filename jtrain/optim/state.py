@@ -71,7 +71,7 @@ def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeSt
     # First moments have a sign; second moments are stored as their roots, which have none.
     for name, int8_dtype in (("mu", "int8"), ("nu", "uint8")):
         # Muon normalises by its matrix iteration and keeps no second moment.
-        if name == "nu" and uses_muon(spec, info):
+        if name not in spec.moments or (name == "nu" and uses_muon(spec, info)):
             continue
         arrays_by_name[name] = jax.ShapeDtypeStruct(
             info.shape, jnp.dtype(int8_dtype if blocking else float_dtype)

@@ -27,6 +27,7 @@ from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 from jtrain.pipeline.ticks import TickOps, Ticks
 
 type Meeting = Literal["neighbours", "all"]
+"""Workers that wait for each other at a tick."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,11 @@ type WorkerInstructionKind = (
         "UPDATE",
     ]
 )
+"""Work of a worker: a pass, a message, or memory that is taken and freed."""
+
 type Array = Literal["inputs", "cotangents", "stashes"]
+"""One of the three arrays of a worker in whose slots values wait."""
+
 ARRAYS: tuple[Array, ...] = ("inputs", "cotangents", "stashes")
 
 

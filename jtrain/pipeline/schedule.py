@@ -33,7 +33,10 @@ from typing import Literal, NamedTuple, cast
 from jtrain.errors import UserError
 
 type PassKind = Literal["F", "I", "W", "B"]
+"""Forward pass, gradient of inputs, gradient of weights, or both gradients at once."""
+
 type ChunkPlacement = Literal["round_robin", "v"]
+"""Order in which chunks of layers go to workers: 0 1 0 1, or 0 1 1 0."""
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 

@@ -37,9 +37,12 @@ import numpy.typing as npt
 from jtrain.pipeline.schedule import PipelineSchedule
 
 type Packing = Literal["single", "fused", "aligned"]
+"""Rule by which operations share a tick."""
+
 PACKINGS: tuple[Packing, ...] = ("single", "fused", "aligned")
 
 type OpNumbers = npt.NDArray[np.int64]
+"""Numbers of operations, int64; `NONE` where there is none."""
 
 NONE = -1
 """Number of an operation or a slot where there is none."""

@@ -3,6 +3,7 @@
 import math
 
 type Number = int | float
+"""Number that a table or a page shows."""
 
 
 def seconds(value: Number | None) -> str:

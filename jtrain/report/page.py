@@ -106,6 +106,7 @@ class Chart:
 type PageBlock = (
     str | Title | Paragraph | Items | Folded | Verbatim | Links | Picture | Panels | Chart | Table
 )
+"""Part of a page; a string is a paragraph of text."""
 
 
 @dataclasses.dataclass(frozen=True)

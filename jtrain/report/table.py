@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jtrain.report.number_formats import Number
 
 type Medium = Literal["both", "page", "terminal"]
+"""Places that show a column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ def bars(name: str, medium: Medium = "page") -> tuple[Column, ...]:
 
 
 type CellLike = str | Cell | Bars
+"""Content of a cell; a string is text."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,10 @@ from typing import Literal
 from jtrain.errors import UserError
 
 type Accelerator = Literal["gpu", "tpu"]
+"""Kind of accelerator."""
+
 type DeviceChoice = Literal["cpu", "gpu", "tpu"]
+"""Value of `--device`."""
 
 DEVICES: tuple[DeviceChoice, ...] = ("cpu", "gpu", "tpu")
 

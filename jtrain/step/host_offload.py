@@ -28,6 +28,7 @@ SLICE_ELEMENTS = 2**26
 """Upper bound of a slice, if the dimensions allow it: 256 MiB of float32, about 5 ms over PCIe 5."""
 
 type SliceIndex = int | Int[Array, ""]
+"""Number of a slice; traced inside a loop."""
 
 type Arrays = dict[str, Array]
 """Arrays of one parameter by name: `param`, and its optimizer state."""

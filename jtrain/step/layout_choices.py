@@ -18,6 +18,8 @@ from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.transformer import Transformer
 
 type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
+"""Values of `layout.zero_stage` that a choice goes with."""
+
 EVERY: ZeroStages = (0, 1, 2, 3)
 
 REMATS: tuple[tuple[str, ...] | None, ...] = (

@@ -124,6 +124,7 @@ class Distillation:
 
 
 type Objective = ObjectiveSpec | DPO | Distillation
+"""Loss of a run."""
 
 
 class ForwardPasses(NamedTuple):

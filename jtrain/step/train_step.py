@@ -63,6 +63,7 @@ BATCH_SPEC = P(BATCH_AXES, "context")
 """Partition of [B, L] arrays; devices along `tensor` hold the same tokens."""
 
 type StepMetrics = dict[str, Array]
+"""Metrics of a step by name, on the device."""
 
 
 def make_train_step(

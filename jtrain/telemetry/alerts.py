@@ -28,6 +28,7 @@ from jtrain.runtime.secrets import HIDDEN
 from jtrain.telemetry.append_file import AppendFile
 
 type AlertKind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
+"""Kind of alert; docs/verbs/launch.md says when each is sent."""
 
 TIMEOUT_S = 10.0
 """Longest wait for the webhook's answer, and at the end of a run for alerts that are not delivered yet."""

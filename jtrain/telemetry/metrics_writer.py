@@ -137,6 +137,10 @@ class Metrics:
             for name, share in (exact or {}).items():
                 self.say(f"step {step}/{self._progress.num_steps}  answers of {name}: {share:.1%} exact")
 
+    def own(self, step: int, values: dict[str, float]) -> None:
+        """Writes a line of a callback's own numbers after `step`, each as `own_NAME`."""
+        self._write({"step": step} | {f"own_{name}": value for name, value in values.items()}, "own")
+
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
         """Writes the run's wall time so far by goodput category to TensorBoard; goodput.json has it too."""
         if self._events is not None:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 from jtrain_kernels.errors import UserError, did_you_mean
 
 type Platform = Literal["cpu", "gpu", "tpu"]
+"""Platform of a device, by jax's name."""
 
 
 @dataclasses.dataclass(frozen=True)

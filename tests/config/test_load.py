@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.cli.launch import REMARK
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import (
@@ -41,7 +42,7 @@ def test_a_shipped_config_is_what_its_golden_text_says(name: str) -> None:
     """A reviewer sees what moved. After a wanted change: python -m jtrain.launch --config=N --print-config >
     golden.
     """
-    assert tree.flat(load_config(name)) == (GOLDEN / f"{name}.txt").read_text()
+    assert f"{tree.flat(load_config(name))}{REMARK}\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.smoke

@@ -22,9 +22,11 @@ from jtrain.config.resume import check_same_run
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
 from jtrain.hf.mapping import tensors_of
-from jtrain.layout.dims import Batch
+from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model.kv_cache_decode import empty_cache, extend
+from jtrain.optim import build, state_bytes
 from jtrain.runtime.user_code import load_function
+from tests import pages
 from tests.weights import draw_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_parts.md"
@@ -33,10 +35,10 @@ CONFIG = "my_parts.py:calm"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the two files of the page."""
-    parts, names = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "my_parts.py").write_text(parts)
-    (tmp_path / "my_names.py").write_text(names)
+    """A working directory with the files of the page."""
+    for block in pages.blocks(PAGE.read_text()):
+        if block.language == "python":
+            (tmp_path / block.title).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -134,6 +136,31 @@ def test_the_table_of_names_of_the_page_has_every_parameter(folder: Path) -> Non
     names = {path: name for path, name in family.names.items() if path != "decay.in_DF"}
     with pytest.raises(UserError, match=r"calm has no name for the parameter decay\.in_DF\. Add it"):
         tensors_of(model, dataclasses.replace(family, names=names))
+
+
+def test_the_optimizer_and_the_schedule_of_the_page_are_their_formulas(folder: Path) -> None:
+    """Three updates of Lion with weight decay, in float64; the state is one moment, and the planner counts it so."""
+    sets = ["optimizer=my_training.py:Lion", "optimizer.schedule=my_training.py:InverseRoot"]
+    run = build_run(load_config("tiny", sets=[*sets, "num_steps=9", "optimizer.warmup_steps=2"]))
+    info = ParamInfo("kernel_DF", (3, 5), "DF", "normal", 0.02)
+    optimizer = build(run.optimizer, num_steps=9, params={"kernel_DF": info})
+    rng = np.random.default_rng(0)
+    params = {"kernel_DF": jnp.asarray(rng.standard_normal((3, 5)), jnp.float32)}
+    state, want, mean = optimizer.init(params), np.float64(params["kernel_DF"]), np.zeros((3, 5))
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [(3, 5)]
+    assert state_bytes(run.optimizer, info, info.size) == 4 * 15
+    for step in range(3):
+        gradient = rng.standard_normal((3, 5))
+        grads = {"kernel_DF": jnp.asarray(gradient, jnp.float32)}
+        params, state, values = optimizer.update(grads, state, params, step)
+        rate = 3e-3 * (min((step + 1) / 2, 1) if step < 2 else (2 / (step + 1)) ** 0.5)
+        np.testing.assert_allclose(values["learning_rate"], rate, rtol=1e-6)
+        clipped = gradient * min(1.0, 1.0 / float(np.linalg.norm(gradient)))
+        direction = np.sign(0.9 * mean + 0.1 * clipped)
+        mean = 0.95 * mean + 0.05 * clipped
+        want = want - rate * (direction + 0.1 * want)
+        np.testing.assert_allclose(params["kernel_DF"], want, atol=1e-6)
+        np.testing.assert_allclose(jax.tree.leaves(state)[0], mean, atol=1e-6)
 
 
 SETS = ["num_steps=6", "checkpoint.every_steps=2", "eval.every_steps=3", "data.global_batch=8"]

@@ -227,6 +227,19 @@ def records(path: Path) -> Iterator[bytes]:
         data = data[16 + length :]
 
 
+def test_a_callbacks_own_numbers_are_a_line_and_events(tmp_path: Path) -> None:
+    """Under names that no number of jtrain's has; a resume drops those that come again."""
+    with Metrics(tmp_path, MetricsSpec(), num_steps=20, start_step=0, stream=io.StringIO()) as metrics:
+        metrics.train(LINE)
+        metrics.own(10, {"perplexity": 8.25})
+        metrics.own(12, {"perplexity": 8.0})
+    assert drop_after(tmp_path / "metrics.jsonl", 11) == 0
+    _, line = read(tmp_path / "metrics.jsonl")
+    assert line == {"step": 10, "own_perplexity": 8.25}
+    (events,) = (tmp_path / "tensorboard").glob("*tfevents*")
+    assert b"own/own_perplexity" in events.read_bytes()
+
+
 def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_logged_step(tmp_path: Path) -> None:
     """Progress for a scheduler's log is plain lines."""
     stream = io.StringIO()
@@ -308,6 +321,7 @@ def test_other_processes_than_the_first_write_nothing(
     with Metrics(tmp_path, MetricsSpec(), num_steps=3, start_step=0, stream=stream) as metrics:
         metrics.train(line(1))
         metrics.evaluation(1, EvalResult(0.5, 0.1, 0.7, 70, 9), {})
+        metrics.own(1, {"perplexity": 8.0})
         metrics.say("hello")
     assert stream.getvalue() == ""
     assert list(tmp_path.iterdir()) == []

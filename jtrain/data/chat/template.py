@@ -28,6 +28,7 @@ _PROBES = ("jtrainprobeone", "jtrainprobetwo")
 """Texts that show what a template keeps of a message."""
 
 type Values = tuple[tuple[str, Any], ...]
+"""Variables of a template beside its messages, by name; hashable."""
 
 
 @dataclasses.dataclass(frozen=True)

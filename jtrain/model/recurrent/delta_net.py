@@ -32,8 +32,10 @@ type DeltaCache = tuple[ops.RecurrentState, dict[str, ops.LeftContext]]
 class DeltaNetSpec(MixerSpec):
     """Gated delta rule over queries, keys and values that a short convolution has mixed.
 
-    num_heads, num_key_heads: value heads A and key heads O, of which each serves A / O value heads.
-    key_dim, value_dim: S and H of each head.
+    num_heads: heads of values, A.
+    num_key_heads: heads of queries and keys, O; each serves A / O heads of values.
+    key_dim: size of each head of queries and keys, S.
+    value_dim: size of each head of values, H.
     taps: tokens that the convolutions see, W.
     decay: of the state, a number for each `head`, or for each `channel` of the keys (KDA).
     rank: width R of the two projections that make decays of channels and the gate in two steps (KDA); None

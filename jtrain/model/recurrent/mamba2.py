@@ -34,10 +34,13 @@ _PROJECTIONS = ("gate", "x", "b", "c", "step")
 class Mamba2Spec(MixerSpec):
     """State space model whose inputs and outputs a short convolution has mixed.
 
-    num_heads, head_dim: heads A of H channels.
-    num_groups, state_size: groups Z of A / Z heads that share inputs and outputs of their states, of size S.
+    num_heads: heads, A.
+    head_dim: channels of each head, H.
+    num_groups: groups Z of A / Z heads that share inputs and outputs of their states.
+    state_size: size of the state of each channel, S.
     taps: tokens that the convolutions see, W.
-    conv_bias, bias: True adds learned vectors to the convolutions, and to the projections.
+    conv_bias: True adds a learned vector to each convolution.
+    bias: True adds a learned vector to each projection.
     norm: of the result: `gated` after its gate, `before_gate`, or `none`.
     norm_groups: groups of channels, each of which is normalised by itself.
     min_step: smallest step size.

@@ -8,7 +8,10 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.errors import UserError
 
 type SpreadOfFlows = Literal["adaptive", "hashed"]
+"""Way in which a network spreads flows over links: by load, or by a hash of each."""
+
 type Processor = Literal["intel", "amd"]
+"""Maker of a host's processor, which decides NCCL's figures for paths through it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Literal
 from jtrain.plan.fabric import nccl_constants as published
 
 type GpuGeneration = Literal["volta", "ampere", "hopper", "blackwell"]
+"""Generation of NVIDIA's GPUs in NCCL's tables."""
 
 
 def generation_of(capability: tuple[int, int] | None) -> GpuGeneration | None:

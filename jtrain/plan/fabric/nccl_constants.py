@@ -8,7 +8,10 @@ there. Latencies are in microseconds, bandwidths in GB/s (1e9 bytes). Protocols 
 from typing import Literal
 
 type Algorithm = Literal["Tree", "Ring", "NVLS", "NVLSTree", "PAT"]
+"""Algorithm of a collective, by NCCL's name."""
+
 type Protocol = Literal["LL", "LL128", "Simple"]
+"""Protocol of a collective's messages, by NCCL's name."""
 
 NCCL_VERSION = "2.31"
 PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")

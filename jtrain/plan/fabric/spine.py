@@ -14,6 +14,7 @@ from jtrain.plan.fabric.fabric import Fabric
 from jtrain.plan.fabric.hashing import expected_max_load
 
 type CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+"""Collective whose time over switches is computed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,10 @@ _CROSSES = {"flat": (_GPUS - 1) / _GPUS, "hierarchical": (HOSTS - 1) / HOSTS}
 """Share of an array that a collective sends through a host's adapters, each way."""
 
 type ReduceDtype = Literal["bfloat16", "float32"]
+"""Number format in which gradients are summed."""
+
 type Crossing = Literal["flat", "hierarchical"]
+"""One collective over all devices, or one in each host and then one between hosts."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 type Evidence = Literal["predicted", "compiled", "measured"]
+"""Source of a figure."""
+
 type ClaimVerdict = Literal["reproduced", "not reproduced", "not decidable here"]
+"""Outcome of a claim."""
 
 KINDS: tuple[Evidence, ...] = ("predicted", "compiled", "measured")
 VERDICTS: tuple[ClaimVerdict, ...] = ("reproduced", "not reproduced", "not decidable here")

@@ -37,6 +37,7 @@ EXCESS_BYTES = 0.10
 
 
 type Hardware = Literal["cpu", "nvidia", "amd", "tpu", "other"]
+"""Platform that advice is for."""
 
 
 class Advice(NamedTuple):

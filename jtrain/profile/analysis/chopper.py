@@ -28,6 +28,7 @@ are the model's own; 0.2 s are lost to low clocks and 0.1 s to communication at 
 """
 
 type Factors = dict[str, float | None]
+"""Factors of the chain by name; None where one is unknown."""
 
 
 def chopper_chain(

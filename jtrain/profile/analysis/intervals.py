@@ -7,6 +7,7 @@ ends in any order.
 import numpy as np
 
 type Set = np.ndarray
+"""Disjoint intervals [start, end) in ascending order, (n, 2), int64."""
 
 EMPTY = np.zeros((0, 2), np.int64)
 

@@ -24,8 +24,13 @@ from jtrain.errors import UserError
 from jtrain.runtime.atomic_io import replacing
 
 type Ints = npt.NDArray[np.int64]
+"""Array of times or counts, int64."""
+
 type Floats = npt.NDArray[np.float64]
+"""Array of measured values, float64; NaN where one is unknown."""
+
 type Many = np.ndarray | Sequence[float | int] | float | int
+"""One number, or several."""
 
 REASONS = {
     0x1: "idle",

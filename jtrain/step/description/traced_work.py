@@ -28,6 +28,7 @@ from jtrain.step.description.jaxpr_places import (
 type Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
 ]
+"""Kind of collective, by XLA's name."""
 
 COLLECTIVES: dict[str, Kind] = {
     "all_gather": "all-gather",

@@ -26,6 +26,7 @@ from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 from jtrain_kernels.soft_cap import capped, times_slope
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
+"""Function that gives a part of the unembedding, by its number."""
 
 NO_COLUMN = -2
 """Id of columns that only pad the last part."""

@@ -45,6 +45,8 @@ from jtrain_kernels.errors import UserError
 from jtrain_kernels.overlap.swizzle import Swizzle, Trees, make_trees
 
 type OpName = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+"""Op that overlaps communication and matrix products."""
+
 OPS: tuple[OpName, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
@@ -109,6 +111,7 @@ class Reduce:
 
 
 type ScheduleInstruction = Barrier | Send | Wait | Compute | Reduce
+"""Instruction of one rank."""
 
 
 @dataclasses.dataclass(frozen=True)

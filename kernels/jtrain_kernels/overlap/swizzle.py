@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 type Swizzle = Literal["ring", "bidirectional", "full_mesh"]
+"""Order in which ranks exchange their parts."""
 
 SWIZZLES: tuple[Swizzle, ...] = ("ring", "bidirectional", "full_mesh")
 

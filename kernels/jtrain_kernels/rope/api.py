@@ -23,6 +23,7 @@ def rope(
 
 
 type RotationKernel = Callable[[Array, Array, Array], Array]
+"""Kernel of a rotation: heads, cosine and sine -> rotated heads."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

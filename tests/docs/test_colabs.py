@@ -2,8 +2,14 @@
 
 import ast
 import base64
+import inspect
+import json
 import os
 import re
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +17,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[1]
+from tests.wheels import own_environment, pip
+
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
+
+type Runner = Callable[..., dict[str, Any]]
 
 
 def sources(path: Path) -> list[str]:
@@ -29,9 +39,28 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
+def test_every_notebook_begins_with_the_same_cell_that_installs_jtrain() -> None:
+    """Where jtrain is there, as here, it does nothing; where neither it nor a wheel is there, it says what to do."""
+    cells = [sources(path)[0] for path in NOTEBOOKS]
+    assert len(cells) == 5
+    assert set(cells) == {cells[0]}
+    exec(compile(cells[0], "install", "exec"), {})
+    # `-I` and `-S`: neither the checkout nor the packages of this environment.
+    code = f"import sys; sys.path[:] = [path for path in sys.path if path]; exec({cells[0]!r})"
+    lone = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert lone.returncode == 1
+    assert "upload a wheel of jtrain beside this notebook, or set os.environ['JTRAIN']" in lone.stderr
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_what_a_notebook_imports_exists(path: Path) -> None:
-    """Also where nobody runs the slow tests below."""
+def test_what_a_notebook_imports_exists_and_takes_what_it_is_given(path: Path) -> None:
+    """By name; also where nobody runs the slow tests below."""
     nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
     ours = [
         node
@@ -39,29 +68,67 @@ def test_what_a_notebook_imports_exists(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jtrain")
     ]
     assert ours
+    names: dict[str, Any] = {}
     for node in ours:
         for alias in node.names:
-            exec(f"from {node.module} import {alias.name}", {})
+            exec(f"from {node.module} import {alias.name}", names)
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        function = names.get(ast.unparse(call.func))
+        if callable(function):
+            parameters = inspect.signature(function).parameters
+            given = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
+            assert [name for name in given if name not in parameters] == [], ast.unparse(call)
 
 
-def run(
-    name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
-    notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
-    if steps is not None:
-        settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
-        shipped, fewer = (f"steps = {number}\n" for number in steps)
-        assert shipped in settings.source
-        settings.source = settings.source.replace(shipped, fewer)
-    patch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    )
-    patch.setenv("XLA_FLAGS", "")  # one device, as a reader has
-    patch.setenv("IPYTHONDIR", str(folder / "ipython"))
-    patch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
-    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(folder)}}).execute()
-    return {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+@pytest.fixture(scope="module")
+def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with what Colab brings along, of the tested versions, and without jtrain."""
+    environment = tmp_path_factory.mktemp("colab") / "environment"
+    venv.create(environment, with_pip=True)
+    pip(environment, "install", "-c", str(ROOT / "constraints.txt"), "ipykernel")
+    assert not has_jtrain(environment / "bin" / "python")
+    return environment / "bin" / "python"
+
+
+def has_jtrain(python: Path) -> bool:
+    """True if an environment finds jtrain; the folder of the checkout is not the working directory."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('jtrain') is None)"
+    return subprocess.run([python, "-c", code], cwd=python.parent, env=own_environment()).returncode == 0
+
+
+@pytest.fixture
+def run(fresh_python: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Runs a notebook in that environment; the first one that runs installs jtrain from the wheel, by its own cell.
+
+    The function returns outputs by cell, with the second number of `steps`, if it trains any, in the place of the
+    first.
+    """
+    # The home stays: pip keeps what it has downloaded, and its settings, there.
+    for name in set(os.environ) - own_environment().keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JTRAIN", str(wheel))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
+
+    kernel = tmp_path / "jupyter" / "kernels" / "colab"
+    kernel.mkdir(parents=True)
+    argv = [str(fresh_python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+
+    def run_notebook(name: str, steps: tuple[int, int] | None = None) -> dict[str, Any]:
+        notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
+        if steps is not None:
+            settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
+            shipped, fewer = (f"steps = {number}\n" for number in steps)
+            assert shipped in settings.source
+            settings.source = settings.source.replace(shipped, fewer)
+        resources = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, kernel_name="colab", timeout=None, resources=resources).execute()
+        assert has_jtrain(fresh_python)
+        return {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+    return run_notebook
 
 
 def text_of(outputs: list[Any]) -> str:
@@ -70,9 +137,9 @@ def text_of(outputs: list[Any]) -> str:
 
 
 @pytest.mark.slow
-def test_tiny_trains_plots_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_trains_plots_and_samples(run: Runner) -> None:
     """Every cell runs; the loss fell, a picture came out, and the sample goes on from its prompt."""
-    outputs = run("tiny.ipynb", tmp_path, monkeypatch, steps=(100, 6))
+    outputs = run("tiny.ipynb", steps=(100, 6))
     assert "0" in outputs["train"][-1]["data"]["text/plain"], "the exit code of a complete run"
     assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
     printed = text_of(outputs["sample"])
@@ -81,9 +148,9 @@ def test_tiny_trains_plots_and_samples(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_mixed_packed_prepared_and_changed(run: Runner) -> None:
     """Every cell runs; all rows of the table are there, the index is whole, and the change is told."""
-    outputs = run("data.ipynb", tmp_path, monkeypatch, steps=(120, 12))
+    outputs = run("data.ipynb", steps=(120, 12))
     assert "docstrings (60.0%)" in text_of(outputs["declare"])
     assert "row 0  " in text_of(outputs["inspect"])
     assert "12 batches of (32, 1024)" in text_of(outputs["read"])
@@ -95,6 +162,7 @@ def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: 
         assert 1 <= spread[packing, "True"] < spread[packing, "False"]
     prepared = text_of(outputs["prepare"])
     assert prepared.count(": intact (") == 4
+    assert "(what is prepared anew, or with more files, has another order" in prepared
     assert "the same: True" in prepared
     changed = text_of(outputs["change"])
     assert "step 12: the mixture was 'linear" in changed
@@ -102,11 +170,11 @@ def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_printed_drawn_and_searched(run: Runner) -> None:
     """Every cell runs; the sheet fits, both pictures came out, what was found is sorted, and the run
     picks.
     """
-    outputs = run("plan.ipynb", tmp_path, monkeypatch)
+    outputs = run("plan.ipynb")
     # Rich's displays.
     *sheet, code = [output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output]
     assert any("of the memory at the peak, in the moment" in text for text in sheet)
@@ -120,11 +188,11 @@ def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_schedule_is_drawn_changed_checked_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_is_drawn_changed_checked_and_run(run: Runner) -> None:
     """Every cell runs; the bubbles are those of the closed forms, a wrong order is refused, and the losses
     agree.
     """
-    outputs = run("pipeline.ipynb", tmp_path, monkeypatch, steps=(20, 3))
+    outputs = run("pipeline.ipynb", steps=(20, 3))
     for cell in ("draw", "change"):
         assert any("image/svg+xml" in output.get("data", {}) for output in outputs[cell])
     assert "bubble: 20.0%, split: 14.3%" in text_of(outputs["split"])
@@ -141,9 +209,9 @@ def test_a_schedule_is_drawn_changed_checked_and_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_profile_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_shown_and_compared(run: Runner) -> None:
     """Every cell runs; the page is whole, parts sum to the steps, and what remat costs is found."""
-    outputs = run("profile.ipynb", tmp_path, monkeypatch, steps=(24, 9))
+    outputs = run("profile.ipynb", steps=(24, 9))
     (page,) = outputs["page"]
     encoded = re.search(r"base64,([\w+/=]+)", page["data"]["text/html"])
     assert encoded is not None
