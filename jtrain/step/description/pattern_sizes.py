@@ -140,7 +140,7 @@ def _label_widths(fields: Fields, mesh: MeshSpec, primes: list[int]) -> tuple[Fi
     ranks = _ranks(fields)
     if len(ranks) > len(_RANKS):
         return None
-    labels = dict(zip(("d", *_RANKS[: len(ranks)]), primes, strict=False))
+    labels: dict[str, int] = dict(zip(("d", *_RANKS[: len(ranks)]), primes, strict=False))
     rank_of = {rank: labels[letter] * mesh.zero_shards for rank, letter in zip(ranks, _RANKS, strict=False)}
     # Kernels of shared key heads are split by D over `tensor` too.
     width = labels["d"] * mesh.zero_shards * mesh.tensor
