@@ -1,6 +1,4 @@
-"""What another model says of a run's samples: all of it is there, and a made-up one for rows that were cut
-anew.
-"""
+"""Log-probabilities of another model for a run's samples: all are there; rows that were cut anew have made-up ones."""
 
 import functools
 from collections.abc import Sequence

@@ -96,7 +96,7 @@ class _Producers:
         return makers
 
     def _passed_in(self, parameter: Instruction, index: int | None) -> list[_Element]:
-        """What a parameter of a called computation stands for; nothing for an argument of the program."""
+        """Finds the elements that a parameter of a called computation stands for; none for an argument."""
         computation = self._computations[parameter.name]
         caller = self._callers.get(computation)
         if caller is None:

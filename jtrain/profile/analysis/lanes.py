@@ -1,4 +1,4 @@
-"""What each device ran when in the median step, thinned to what a page can hold."""
+"""Lanes with the ops that each device ran in the median step, thinned to what a page can hold."""
 
 import heapq
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def _lanes(
     number_of: Mapping[int, int],
     step_start_ns: int,
 ) -> list[Lane]:
-    """As few lanes as hold the executions without overlap: a GPU has several streams, a CPU threads."""
+    """Puts executions into as few lanes as hold them without overlap: a GPU has streams, a CPU threads."""
     lanes: list[Lane] = []
     free: list[tuple[int, int]] = []  # (end of its last execution, lane), the first to be free first
     for execution in executions.tolist():

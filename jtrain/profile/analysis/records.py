@@ -261,7 +261,7 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class LaneTrack:
-    """What each device ran when, in one step.
+    """Lanes of every device over one step.
 
     duration_s: of the step.
     names, groups: of each op; the group is its phase, or "communication".

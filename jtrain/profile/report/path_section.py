@@ -10,7 +10,7 @@ _MOST_ROWS = 12
 
 
 def path_section(path: CriticalPath, facts: Facts) -> Section:
-    """What the step was as long as, and how long it would be if a cause were gone."""
+    """Section with the chain of ops that a step was as long as, and its length without each cause."""
     blocks: list[PageBlock] = [
         Paragraph(
             f"Step {path.step} replayed from its trace. A cause gains less than its time where another chain of "
