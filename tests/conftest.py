@@ -88,9 +88,22 @@ def _has_shapes(annotation: Any) -> bool:
 def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
     """Returns the type that a string stands for; Any where its name is imported for type checkers alone."""
     try:
-        return eval(annotation, names) if isinstance(annotation, str) else annotation
+        whole = eval(annotation, names) if isinstance(annotation, str) else annotation
+        # A string may stand inside of a type, as in list["Point"], where beartype would look for it in vain.
+        has_unknown = any(_resolve(part, names) is Any for part in _strings_in(whole))
     except NameError:
         return Any
+    return Any if has_unknown else whole
+
+
+def _strings_in(annotation: Any) -> list[str]:
+    """Names of types that are strings within a type; those of a Literal are values."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return []
+    # The arguments of a Callable are a list within it.
+    args = annotation if isinstance(annotation, list) else typing.get_args(annotation)
+    parts = [part.__forward_arg__ if isinstance(part, typing.ForwardRef) else part for part in args]
+    return [*filter(lambda part: isinstance(part, str), parts), *(s for p in parts for s in _strings_in(p))]
 
 
 def _checked(*, typechecker: Any) -> Callable[[Any], Any]:

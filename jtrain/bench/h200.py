@@ -226,8 +226,7 @@ def optimizer_of(job: Job) -> Optimizer:
 
 def tokens_per_s(built: "Run", num_steps: int) -> float:
     """Tokens/s of a config's step on one device."""
-    from jtrain.config.run import run_layout
-    from jtrain.plan.from_run import build_run_optimizer
+    from jtrain.config.run import build_run_optimizer, run_layout
 
     # One device: the config's data axis may be larger.
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))

@@ -23,7 +23,7 @@ from jtrain.runtime.platform import use_unified_memory
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jtrain.config.run import Run, build_run_optimizer
+    from jtrain.config.run import Run
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search_task import Point, SearchTask
 
@@ -89,6 +89,7 @@ def compile_point(run: "Run", point: "Point") -> Any:
     Raises:
       UserError: there is no compiler for that machine.
     """
+    from jtrain.config.run import build_run_optimizer
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.compile.topology import topology_of
     from jtrain_kernels.compile_only.targets import TARGETS, TPUS

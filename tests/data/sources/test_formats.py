@@ -12,6 +12,7 @@ from jtrain.data.sources.cache import SMALL_TABLE_BYTES
 from jtrain.data.sources.formats import BadRecord, JsonLines, RowGroupCache, TextFile, format_of
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.parquet import ParquetFile
+from jtrain.data.sources.formats.row_group_cache import DecodedColumns
 from jtrain.data.sources.storage import CacheLost, StoredFile, find_files
 
 
@@ -221,9 +222,9 @@ def test_the_row_group_cache_keeps_to_its_bytes_and_reads_each_group_once() -> N
     cache, reads = RowGroupCache(250), []
 
     def get(group: int) -> None:
-        def read() -> pa.Array:
+        def read() -> DecodedColumns:
             reads.append(group)
-            return pa.array([0] * 12, pa.int64())  # 96 bytes
+            return DecodedColumns(text=pa.array([0] * 12, pa.int64()))  # 96 bytes
 
         cache.get((Path("file"), group), read)
 
