@@ -21,7 +21,7 @@ BROWSERS = (
     "google-chrome",
 )
 MOST_BYTES = 200_000
-STEPS = 40  # the fiddler `profile` traces steps 20 to 25
+STEPS = 40  # the fiddler `profile` traces steps 21 to 25
 
 
 def main() -> None:

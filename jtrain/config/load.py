@@ -218,9 +218,12 @@ def _call(module: types.ModuleType, name: str, role: str, num_arguments: int, *a
             if fiddler.__name__ not in functions
         }
     if name not in functions:
+        # Without a function's name a file's base function is the one called like the file.
+        is_config = role == "base function" and len(functions) > 0
+        way_out = f" Give --config={Path(module.__file__).name}:{next(iter(functions))}." if is_config else ""
         raise UserError(
             f"{module.__file__} has no {role} {name}. {did_you_mean(name, functions)}It has: "
-            f"{', '.join(functions) or 'none'}."
+            f"{', '.join(functions) or 'none'}.{way_out}"
         )
     with located(Path(module.__file__)):
         return functions[name](*arguments)

@@ -248,7 +248,7 @@ def import_directory(
     print(f"{source}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
     options = [f"--config={config}", *(option for name in fiddlers for option in ("--with", name))]
     options += [*(option for text in sets for option in ("--set", text)), "--workdir", workdir]
-    print(f"  python -m jtrain.launch {shlex.join(options)}")
+    print(f"  jtrain launch {shlex.join(options)}")
 
 
 _SOURCE = "source.txt"

@@ -58,6 +58,8 @@ class Setup:
         # One line for both: all that comes before the first step fits a small screen.
         plan.append(f"{last}; the whole plan: {home / 'plan.txt'}")
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
+        if self.run.adapter is not None and self.run.adapter.base is None:
+            reads += "\nwarning: adapter.base is not set, so the frozen base is drawn from the seed"
         # Rows that this process reads: other processes read the rest.
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
         return [*plan, reads, f"{budget(self.dataset, rows=len(rows)).line()}; {core_line()}"]

@@ -87,7 +87,7 @@ def test_imported_and_exported_again_is_bitwise(given: Given, capsys: pytest.Cap
     assert given.run("import", "--from", given.folder, "--workdir", workdir, *given.options) == 0
     said = capsys.readouterr().out
     assert "step 0 of" in said
-    assert "python -m jtrain.launch --config=tiny --set model.num_layers=2 --set" in said
+    assert "jtrain launch --config=tiny --set model.num_layers=2 --set" in said
     assert f"--workdir {workdir}" in said
     assert given.run("export", "--workdir", workdir, "--out", out) == 0
     want, got = load_file(given.folder / "model.safetensors"), load_file(out / "model.safetensors")

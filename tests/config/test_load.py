@@ -343,7 +343,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
             r"--config=tinny: no such config\. Did you mean tiny, tiny_sft, tiny_moe\? There are: .*llama8b",
         ),
         ("nowhere/mine.py", r"--config=nowhere/mine\.py: there is no file "),
-        ("configs/tiny.py:tinny", r"tiny\.py has no base function tinny\. Did you mean tiny\?"),
+        ("configs/tiny.py:tinny", r"tiny\.py has no base function tinny\. .*Give --config=tiny\.py:tiny\."),
         ("no_such_module:tiny", r"--config=no_such_module:tiny: no module no_such_module"),
     ],
 )

@@ -207,7 +207,7 @@ def breakdown() -> Breakdown:
         pipeline=None,
         lanes=lanes(),
         path=CriticalPath(
-            step=22,
+            num_steps=STEPS,
             duration_s=STEP_S + 0.02,
             rows=[
                 PathRow("layers/mlp, backward", "computing", 0.5),

@@ -84,6 +84,15 @@ def test_resuming_is_the_unbroken_run(folder: Path) -> None:
     assert again == {step: whole[step] for step in again}
 
 
+def test_a_base_that_is_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter of an imported model whose base was forgotten trains on random weights: the run says so."""
+    train(tmp_path, *ADAPTER, "num_steps=1")
+    assert (
+        "warning: adapter.base is not set, so the frozen base is drawn from the seed"
+        in capsys.readouterr().out
+    )
+
+
 def test_another_base_is_refused_with_both_hashes(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"base with hash [0-9a-f]{64}, and adapter\.base=\S+ has hash [0-9a-f]{64}"

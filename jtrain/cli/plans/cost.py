@@ -199,6 +199,10 @@ COMMAND = Command(
     ),
     subject="config",
     next_command=lambda args: shlex.join(
-        ["jtrain", "plan", *config_words(args), *machine_words(args, count=False), "--search"]
+        [
+            *("jtrain", "plan", *config_words(args), *machine_words(args, count=False)),
+            *(["--count", str(args.count[0])] if args.count else []),
+            "--search",
+        ]
     ),
 )

@@ -69,9 +69,20 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
         chain=dicts("chain"),
         clocks_lost_s={cause: value or 0.0 for cause, value in dicts("clocks_lost_s").items()},
         energy_j=mean(step.energy_j for step in steps),
-        mfu=dicts("mfu"),
+        mfu={key: _weighted_mean(steps, key) for key in steps[0].mfu},
         # Devices have means of their own: `by_device`.
         devices=[],
+    )
+
+
+def _weighted_mean(steps: Sequence[StepBreakdown], key: str) -> float | None:
+    """MFU of all steps together: all FLOPs over all seconds, not the mean of what each step reached."""
+    shares = [(step.mfu.get(key), step.duration_s) for step in steps]
+    known_shares = [(value, duration_s) for value, duration_s in shares if value is not None]
+    if not known_shares:
+        return None
+    return sum(value * duration_s for value, duration_s in known_shares) / sum(
+        took_s for _, took_s in known_shares
     )
 
 

@@ -295,13 +295,13 @@ class WhatIf:
 
 @dataclasses.dataclass(frozen=True)
 class CriticalPath:
-    """The chain of ops and waits that one step was as long as.
+    """The chain of ops and waits that a step was as long as, in the mean of the steps of a window.
 
-    rows: add up to duration_s; largest first.
+    rows: add up to duration_s, the mean step; largest first.
     causes: largest gain first; those without a gain are left out.
     """
 
-    step: int
+    num_steps: int
     duration_s: float
     rows: list[PathRow]
     causes: list[WhatIf]
@@ -364,7 +364,8 @@ class Breakdown:
       goodput.json.
     pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show
       them.
-    lanes, path: what each device ran in the median step, and its critical path; None if no op ran.
+    lanes, path: what each device ran in the median step, and the critical path of the mean one; None if no op
+      ran.
     notes: facts that are unknown, with the reason.
     """
 

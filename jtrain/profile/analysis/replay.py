@@ -19,7 +19,9 @@ Method: as simulators that replay a trace's graph (Daydream, USENIX ATC 2020).
 import bisect
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -27,13 +29,15 @@ from jtrain.profile.analysis import intervals
 from jtrain.profile.analysis.event_losses import EventLosses
 from jtrain.profile.analysis.hlo_ops import is_recomputed
 from jtrain.profile.analysis.records import CriticalPath, HloOp, PathRow, Peaks, StepSpan, Trace, WhatIf
-from jtrain.profile.analysis.timeline import Events, host_sets, median_step
+from jtrain.profile.analysis.timeline import Events, host_sets
 
 WAITS = ("data wait", "host", "idle between ops")
 """Causes of waits: the columns of `StepGraph.wait_ns`."""
 
 MAX_EXECUTIONS = 200_000
-"""Executions in a step beyond which it is not replayed: each cause takes about a second then."""
+"""Executions of all steps beyond which they are not replayed: each cause takes about a second then."""
+
+type _RowKind = Literal["computing", "communication", "wait"]
 
 _LEAST_GAIN = 0.0005  # of the step: smaller gains are noise of the trace's clock
 
@@ -65,29 +69,40 @@ def critical_path(
     producers: Mapping[str, frozenset[str]],
     partitions: Sequence[int],
 ) -> CriticalPath | None:
-    """The critical path of the median step, and its length without each cause; None if no op ran.
+    """The critical path of the mean step, and its length without each cause; None if no op ran.
+
+    Every step is replayed: one that waits for data is seldom the median one.
 
     Args:
       producers: ops whose results each op reads (`jtrain.hlo.dependencies`); {} if no program is known.
       partitions: position in the mesh of each device of the trace.
     """
-    step = median_step(trace)
-    if not 0 < int((events.step == step.step).sum()) <= MAX_EXECUTIONS:
+    steps = [step for step in trace.steps if (events.step == step.step).any()]
+    if not steps or len(events.op) > MAX_EXECUTIONS:
         return None
-    graph = step_graph(trace, events, step, producers, partitions)
-    duration_s = (step.end_ns - step.start_ns) * 1e-9
-    causes = [
-        WhatIf(cause, replay(graph, busy_ns, wait_ns, meets=meets)[0] * 1e-9)
-        for cause, busy_ns, wait_ns, meets in _scenarios(graph, events, losses, peaks)
-    ]
+    path_s: collections.Counter[tuple[str, _RowKind]] = collections.Counter()
+    gained_s: collections.Counter[str] = collections.Counter()
+    for step in steps:
+        graph = step_graph(trace, events, step, producers, partitions)
+        path_s.update(_path_seconds(graph, events))
+        for cause, busy_ns, wait_ns, meets in _scenarios(graph, events, losses, peaks):
+            length_ns, _, _ = replay(graph, busy_ns, wait_ns, meets=meets)
+            gained_s[cause] += (step.end_ns - step.start_ns - length_ns) * 1e-9
+    num_steps = len(steps)
+    duration_s = math.fsum((step.end_ns - step.start_ns) * 1e-9 for step in steps) / num_steps
     return CriticalPath(
-        step=step.step,
+        num_steps=num_steps,
         duration_s=duration_s,
-        rows=_path_rows(graph, events),
-        causes=sorted(
-            (cause for cause in causes if duration_s - cause.without_s > _LEAST_GAIN * duration_s),
-            key=lambda cause: cause.without_s,
-        ),
+        rows=[
+            PathRow(name, kind, total_s / num_steps)
+            for (name, kind), total_s in sorted(path_s.items(), key=lambda item: -item[1])
+            if total_s > 0
+        ],
+        causes=[
+            WhatIf(cause, duration_s - total_s / num_steps)
+            for cause, total_s in sorted(gained_s.items(), key=lambda item: -item[1])
+            if total_s / num_steps > _LEAST_GAIN * duration_s
+        ],
     )
 
 
@@ -275,10 +290,10 @@ def transfer_name(op: HloOp) -> str:
     return f"{op.collective.kind} over {' × '.join(op.collective.axes) or 'unknown axes'}"
 
 
-def _path_rows(graph: StepGraph, events: Events) -> list[PathRow]:
+def _path_seconds(graph: StepGraph, events: Events) -> dict[tuple[str, _RowKind], float]:
     """Walks from the step's end back to its begin, each time to what was waited for longest."""
     length_ns, begins, ends = replay(graph, graph.busy_ns.astype(float), graph.wait_ns)
-    seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
+    seconds: dict[tuple[str, _RowKind], float] = collections.defaultdict(float)
 
     def add_waits(row: int) -> None:
         for cause, wait_ns in zip(WAITS, graph.wait_ns[row].tolist(), strict=True):
@@ -301,11 +316,7 @@ def _path_rows(graph: StepGraph, events: Events) -> list[PathRow]:
             index = max(members[graph.meeting[index]], key=lambda i: begins[i])
         add_waits(index)
         index = max(graph.predecessors[index], key=lambda i: ends[i], default=None)
-    return [
-        PathRow(name, kind, value)  # pyright: ignore[reportArgumentType] -- the three kinds above
-        for (name, kind), value in sorted(seconds.items(), key=lambda item: -item[1])
-        if value > 0
-    ]
+    return seconds
 
 
 def _members(meeting: Sequence[int]) -> dict[int, list[int]]:

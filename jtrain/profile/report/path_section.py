@@ -13,8 +13,8 @@ def path_section(path: CriticalPath, facts: Facts) -> Section:
     """Section with the chain of ops that a step was as long as, and its length without each cause."""
     blocks: list[PageBlock] = [
         Paragraph(
-            f"Step {path.step} replayed from its trace. A cause gains less than its time where another chain of "
-            "ops then takes as long; gains do not add up.",
+            f"Mean of {path.num_steps} steps, replayed from the trace. A cause gains less than its time where "
+            "another chain of ops then takes as long; gains do not add up.",
             "soft",
         )
     ]

@@ -186,3 +186,20 @@ def test_any_step_replays_as_it_ran(drawn: tuple[Trace, dict[str, frozenset[str]
     assert sum(row.seconds for row in path.rows) == pytest.approx(path.duration_s, rel=1e-9)
     assert all(cause.without_s < path.duration_s for cause in path.causes)
     assert all(first.without_s <= second.without_s for first, second in itertools.pairwise(path.causes))
+
+
+def test_the_steps_of_a_window_are_averaged() -> None:
+    """One step of three waits 30 ms for data: the median one does not, and the mean one for 10."""
+    steps = tuple(
+        StepSpan(number, NOW + begin * MS, NOW + end * MS)
+        for number, begin, end in ((1, 0, 4), (2, 4, 38), (3, 38, 42))
+    )
+    events = tuple(
+        OpEvent(0, number, "b", NOW + begin * MS, 4 * MS) for number, begin in ((1, 0), (2, 34), (3, 38))
+    )
+    waited = (HostSpan("data_wait", NOW + 4 * MS, NOW + 34 * MS),)
+    path = path_of(Trace("gpu", "made up", 1, steps, events, waited))
+    assert path.num_steps == 3
+    assert path.duration_s == pytest.approx(0.014)
+    assert spent(path) == {"data wait": 10.0, "layers/mlp, forward": 4.0}
+    assert without(path)["data wait"] == 4.0

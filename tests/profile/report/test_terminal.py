@@ -89,6 +89,16 @@ def test_a_part_that_some_steps_do_not_know_keeps_the_sum() -> None:
     assert sum(value or 0.0 for value in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-12)
 
 
+def test_mfu_of_a_window_is_all_work_over_all_time() -> None:
+    """One step that takes nine times as long as another has a ninth of its MFU, and both together a fifth."""
+    first, *_ = example.breakdown().steps
+    slow = dataclasses.replace(
+        first, duration_s=9 * first.duration_s, mfu={k: v and v / 9 for k, v in first.mfu.items()}
+    )
+    both = dataclasses.replace(example.breakdown(), steps=[first, slow])
+    assert figures.mean_step(both).mfu["spec"] == pytest.approx((first.mfu["spec"] or 0.0) / 5)
+
+
 def test_energy_per_token_needs_every_steps_energy() -> None:
     """With one step's energy unknown, the window's energy is unknown."""
     breakdown = example.breakdown()
