@@ -80,11 +80,12 @@ def critical_path(
     steps = [step for step in trace.steps if (events.step == step.step).any()]
     if not steps or len(events.op) > MAX_EXECUTIONS:
         return None
-    path_s: collections.Counter[tuple[str, _RowKind]] = collections.Counter()
-    gained_s: collections.Counter[str] = collections.Counter()
+    path_s: dict[tuple[str, _RowKind], float] = collections.defaultdict(float)
+    gained_s: dict[str, float] = collections.defaultdict(float)
     for step in steps:
         graph = step_graph(trace, events, step, producers, partitions)
-        path_s.update(_path_seconds(graph, events))
+        for key, spent_s in _path_seconds(graph, events).items():
+            path_s[key] += spent_s
         for cause, busy_ns, wait_ns, meets in _scenarios(graph, events, losses, peaks):
             length_ns, _, _ = replay(graph, busy_ns, wait_ns, meets=meets)
             gained_s[cause] += (step.end_ns - step.start_ns - length_ns) * 1e-9
