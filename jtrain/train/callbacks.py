@@ -206,7 +206,8 @@ class Callbacks:
     def on_results(self, results: StepResults) -> None:
         """Passes the results of a finished step to all callbacks."""
         for callback in self._callbacks:
-            callback.on_results(results)
+            with _annotated(callback):
+                callback.on_results(results)
 
     def on_rewind(self, step: int) -> None:
         """Tells all callbacks that the run has gone back to `step`."""
@@ -216,7 +217,13 @@ class Callbacks:
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Tells all callbacks that a step is dispatched."""
         for callback in self._callbacks:
-            callback.on_step(dispatched)
+            with _annotated(callback):
+                callback.on_step(dispatched)
+
+
+def _annotated(callback: Callback) -> contextlib.AbstractContextManager[None]:
+    """Names a callback in a trace: a profile says which one the devices waited for."""
+    return jax.profiler.TraceAnnotation(f"jtrain:callback {type(callback).__name__}")
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:

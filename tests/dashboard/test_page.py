@@ -1,6 +1,7 @@
 """The live page in a real browser: it follows a run, shows what is small, and fits a phone and a desk."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def open_page(
     page.requests.clear()
     page.open(address, width=width, height=height, dark=dark)
     wait(page, LEGEND.format(":"))
+
+
+@pytest.fixture(autouse=True)
+def leave(page: browser.Page, serve: Serve) -> Iterator[None]:
+    """Leaves the page before its server ends: it would ask for news in the browser of all later tests."""
+    yield
+    page.open("about:blank", width=1200)
+    page.problems.clear()
+    page.requests.clear()
 
 
 def wait(page: browser.Page, condition: str) -> None:

@@ -205,6 +205,7 @@ def breakdown() -> Breakdown:
             ],
         ),
         pipeline=None,
+        host={"data_wait": 0.02, "callback Goodput": 0.001},
         lanes=lanes(),
         path=CriticalPath(
             num_steps=STEPS,

@@ -228,8 +228,14 @@ def _instruction(breakdown: Breakdown, step: StepBreakdown) -> Advice | None:
 
 
 def _host(breakdown: Breakdown, step: StepBreakdown) -> Advice:
+    host_s = step.parts["host"] or 0.0
+    # Activities in the order of their seconds; waiting for data is a part of its own.
+    name, spent_s = next(((n, s) for n, s in breakdown.host.items() if n != "data_wait"), ("", 0.0))
+    if spent_s > 0.5 * host_s:
+        text = f"`{name}` takes {seconds(spent_s)} of it: make it faster, or let it work in a thread or less often."
+        return Advice(text, min(spent_s, host_s))
     text = "Try a larger metrics.log_every_steps, or a larger data.global_batch, which makes steps longer."
-    return Advice(text, step.parts["host"] or 0.0)
+    return Advice(text, host_s)
 
 
 def _idle(breakdown: Breakdown, step: StepBreakdown) -> Advice:

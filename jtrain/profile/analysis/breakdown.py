@@ -4,6 +4,7 @@ All input comes from the folder that `trace.Window` wrote, so the analysis can b
 run.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -166,6 +167,7 @@ def break_down(
         # What follows from the programs' text, or from this breakdown: `analyse` fills it in.
         live=None,
         pipeline=None,
+        host=_host_activities(trace),
         lanes=lane_track(trace, events),
         path=critical_path(trace, events, losses, peaks, producers, facts["partitions"]),
         coverage=_coverage(events),
@@ -176,6 +178,15 @@ def break_down(
         notes=_notes(trace, events, facts, peaks, sampled, is_raised=peaks != stored_peaks)
         + _energy_notes(steps, sampled),
     )
+
+
+def _host_activities(trace: Trace) -> dict[str, float]:
+    """Seconds per step of each named host activity, longest first; what lies outside of the steps is cut off."""
+    first_ns, last_ns = trace.steps[0].start_ns, trace.steps[-1].end_ns
+    total_ns: collections.Counter[str] = collections.Counter()
+    for span in trace.host:
+        total_ns[span.name] += max(0, min(span.end_ns, last_ns) - max(span.start_ns, first_ns))
+    return {name: spent_ns * 1e-9 / len(trace.steps) for name, spent_ns in total_ns.most_common()}
 
 
 def _at_least_reached(

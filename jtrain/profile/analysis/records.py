@@ -364,6 +364,8 @@ class Breakdown:
       goodput.json.
     pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show
       them.
+    host: seconds per step of each host activity that the trace names, such as `callback Goodput` or `checkpoint`,
+      whether devices wait for it or not.
     lanes, path: what each device ran in the median step, and the critical path of the mean one; None if no op
       ran.
     notes: facts that are unknown, with the reason.
@@ -383,6 +385,7 @@ class Breakdown:
     memory: list[MemoryRow]
     live: LiveTrack | None
     pipeline: PipelineTrack | None
+    host: dict[str, float]
     lanes: LaneTrack | None
     path: CriticalPath | None
     coverage: float

@@ -139,6 +139,19 @@ def of_communication(breakdown: Breakdown) -> str:
     return line
 
 
+def test_advice_names_the_callback_that_devices_wait_for() -> None:
+    """Where one activity of the host is most of its time; else the settings that make steps longer."""
+    slow = example.step(20, shares=example.SHARES | {"theoretical": 0.33, "host": 0.15})
+    for spent_s, words in (
+        (0.17, "`callback SleepyStep` takes 170.0 ms of it"),
+        (0.01, "metrics.log_every_steps"),
+    ):
+        host = {"data_wait": 0.9, "callback SleepyStep": spent_s}
+        breakdown = dataclasses.replace(example.breakdown(), steps=[slow], host=host)
+        (line,) = [line for line in advice.advise(breakdown) if line.startswith("Host")]
+        assert words in line
+
+
 def test_advice_does_not_name_what_is_set_already() -> None:
     """Without remat, with one microbatch and bfloat16 gradients, the advice is a larger batch."""
     breakdown = example.breakdown()
