@@ -2,7 +2,7 @@
 
     python docs/make_metrics_page.py
 
-`tests/telemetry/test_metric_fields.py` asks that the page equals what this makes, and that a run writes these
+`tests/train/test_loop.py` asks that the page equals what this makes, and that a run writes these
 fields and no other.
 """
 
