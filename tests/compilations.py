@@ -1,16 +1,9 @@
-"""What tests ask of compilations: how often a function was compiled, and programs with lines of source code."""
+"""Programs of tests that name their lines of source code."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-
-
-def count_programs(jitted: Any) -> int:
-    """Number of programs that a function of `jax.jit` has compiled, of those that it still holds."""
-    # jax tells it by a private name, read here alone.
-    return jitted._cache_size()
 
 
 @contextlib.contextmanager

@@ -68,6 +68,11 @@ class ManifestLeaf:
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
+    def fits(self, expected: "ManifestLeaf") -> bool:
+        """True if it can be restored as `expected`: floats of one precision are read as another's."""
+        floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (self, expected))
+        return self.shape == expected.shape and (self.dtype == expected.dtype or floating)
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPart:

@@ -375,12 +375,9 @@ def _check_same(
     expected_leaves = array_files.leaves(layer_order.checkpoint_shapes(like, order))
     lines = tuple(
         # Expected leaves first, in the model's order; then those of the checkpoint alone, if there may be any.
-        f"{name}: {_leaf_text(saved.get(name))} in the checkpoint, {_leaf_text(expected_leaves.get(name))} "
-        "in this run"
+        f"{name}: {saved.get(name, 'nothing')} in the checkpoint, {expected_leaves.get(name, 'nothing')} in this run"
         for name in dict.fromkeys([*expected_leaves, *(saved if whole else ())])
-        if name not in saved
-        or name not in expected_leaves
-        or not _is_compatible(saved[name], expected_leaves[name])
+        if name not in saved or name not in expected_leaves or not saved[name].fits(expected_leaves[name])
     )
     if not lines:
         return
@@ -394,12 +391,3 @@ def _check_same(
         f"differ.\n  {_join_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another "
         "--workdir."
     )
-
-
-def _is_compatible(saved: ManifestLeaf, expected: ManifestLeaf) -> bool:
-    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, expected))
-    return saved.shape == expected.shape and (saved.dtype == expected.dtype or floating)
-
-
-def _leaf_text(leaf: ManifestLeaf | None) -> str:
-    return "nothing" if leaf is None else str(leaf)

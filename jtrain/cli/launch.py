@@ -17,7 +17,7 @@ from jtrain.cli.options import (
     in_new_workdir,
     without,
 )
-from jtrain.cli.run import Args, Command, Parser, Verb
+from jtrain.cli.run import Args, Command, Parser, Verb, collect_as_before
 from jtrain.errors import TakenWorkdir, UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import exit_codes
@@ -161,6 +161,7 @@ def train(args: Args) -> int:
 
     from jtrain.train.start import start
 
+    collect_as_before()
     try:
         return start(
             run_config,

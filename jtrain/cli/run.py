@@ -34,6 +34,14 @@ STDOUT = Path("-")
 """Value of `--json` that means standard output."""
 
 
+_THRESHOLD = gc.get_threshold()
+
+
+def collect_as_before() -> None:
+    """Ends the rare collections of a start: what runs for weeks frees its cycles as other programs do."""
+    gc.set_threshold(*_THRESHOLD)
+
+
 def run(main: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
@@ -44,7 +52,7 @@ def run(main: Callable[[], int]) -> int:
     # First of all: errors of the command itself must reach a closed pipe, too.
     keep_going_without_readers()
     # Before the imports of jax, whose objects stay alive: collections at Python's threshold of 700 find nothing in
-    # them and take 0.2 s of each start.
+    # them and take 0.2 s of each start. A training goes back to that threshold (`collect_as_before`).
     gc.set_threshold(20_000)
     try:
         return main()

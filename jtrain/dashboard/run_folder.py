@@ -22,9 +22,6 @@ from jtrain.runtime.stores import in_store, run_folder
 from jtrain.runtime.workdir_lock import FOLDER as LOCK
 from jtrain.telemetry import goodput, metrics
 
-BAD_STEPS = "bad_steps.jsonl"
-"""What `guard` decided about bad numbers (jtrain/train/bad_steps)."""
-
 _SIGNS = (LOCK, "config.txt", metrics.FILE)
 """What a folder has as soon as a run has begun in it."""
 
@@ -116,7 +113,7 @@ class RunFolder:
         self.status = ""
         self.metrics, self.wall = MetricsFile(workdir), WallFile(workdir)
         self._samples = GrowingFile(workdir / metrics.GENERATIONS)
-        self._bad_steps = GrowingFile(workdir / BAD_STEPS)
+        self._bad_steps = GrowingFile(workdir / metrics.BAD_STEPS)
         self._notes = NotesFile(workdir / metrics.NOTES)
         self._alerts: GrowingFile | None = None
         self._lock = Rival(FolderStore(workdir / LOCK))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Integer, UInt
 
+from jtrain.data.end_token import find_end_id
 from jtrain.data.tokenizer_files import BYTES, BYTES_CHAT, folder_of
 from jtrain.errors import FileError, UserError
 
@@ -162,8 +163,6 @@ _FALLBACK_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _PROBE = "The  cat's\n\tna\u00efve Caf\u00e9: \u4f60\u597d, 1234 \U0001f642 (end)."
 """Text with two spaces, capitals, line ends and characters of two, three and four bytes."""
 
-_KNOWN_END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
-
 
 class HFTokenizer:
     """Tokenizer of a `tokenizer.json`, through the package Hugging Face `tokenizers`.
@@ -219,7 +218,7 @@ class HFTokenizer:
                 "data.tokenizer to another."
             )
         self.id_dtype = smallest_id_dtype(self.vocab_size)
-        self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
+        self.end_id = find_end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
         ids_with_template, plain_ids = self._rust.encode("a").ids, self.encode("a").tolist()
         # An id that the file's template puts first and a plain text does not begin with.
         self.begin_id = (
@@ -345,42 +344,6 @@ def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedDocuments:
     """Returns the tokens of each document and the ids of all, with their border ids."""
     return tokenizer.encode_chunks([whole_document(tokenizer, text) for text in texts])
-
-
-def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str | None) -> int:
-    """Returns the id that ends a document; raises UserError if it is unknown or ambiguous."""
-    setting = "data.end_token"
-    if end_token is None and config.is_file():
-        setting = f"eos_token of {config}"
-        try:
-            declared = json.loads(config.read_text()).get("eos_token")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"{config} is not a JSON object ({error}). Mend or remove it.") from error
-        end_token = declared.get("content") if isinstance(declared, dict) else declared
-        if not isinstance(end_token, str | None):
-            raise UserError(
-                f"{setting} is {type(end_token).__name__}, not text. Mend it, or set data.end_token."
-            )
-    if end_token is not None:
-        if end_token not in vocabulary:
-            raise UserError(
-                f"{setting}={end_token!r} is not one of the {len(vocabulary)} tokens of "
-                f"data.tokenizer={path!r}. Set data.end_token to the token that ends a document."
-            )
-        return vocabulary[end_token]
-    # The last resort, and only where it cannot be wrong: exactly one of them exists.
-    known_tokens = [token for token in _KNOWN_END_TOKENS if token in vocabulary]
-    if len(known_tokens) != 1:
-        candidates = (
-            f"several candidates: {', '.join(known_tokens)}"
-            if known_tokens
-            else f"none of {', '.join(_KNOWN_END_TOKENS)}"
-        )
-        raise UserError(
-            f"data.tokenizer={path!r} does not say which token ends a document: there is no eos_token in a "
-            f"tokenizer_config.json beside it, and its vocabulary has {candidates}. Set data.end_token."
-        )
-    return vocabulary[known_tokens[0]]
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:

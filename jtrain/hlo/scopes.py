@@ -45,3 +45,10 @@ def scope_mark(scope: str) -> tuple[Phase, str]:
         return _PHASES[top], layer
     # jax names the backward pass `transpose(jvp(...))`; recomputed ops may lack that name.
     return ("backward" if "transpose" in names or "rematted_computation" in names else "forward"), layer
+
+
+def kernel_of(scope: str) -> str:
+    """`attention, cudnn`: the op of the kernels' registry that a path of scopes is of, and what computes it."""
+    # The innermost one: a fused loss calls products.
+    kernels = re.findall(r"\bkernel\.(\w+)\.(\w+)", scope)
+    return ", ".join(kernels[-1]) if kernels else ""

@@ -385,20 +385,6 @@ class Transformer(nnx.Module):
         fetch = functools.partial(placement.fetch, path)
         return Unembedding(params[path], fetch, self.tie_embeddings, **settings)
 
-    @property
-    def loss_chunk(self) -> int:
-        """Tokens whose logits exist at a time.
-
-        Raises:
-          UserError: loss_chunk_tokens is still `auto`.
-        """
-        if not isinstance(self.loss_chunk_tokens, int):
-            raise UserError(
-                "model.loss_chunk_tokens=auto has to be chosen first: the best value depends on the "
-                "devices. `jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
-            )
-        return self.loss_chunk_tokens
-
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh; for parity tests."""
         placement = single_device(dtype)

@@ -4,12 +4,13 @@ and gathered from shards in parts.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain.errors import UserError
 from jtrain.model import ops
 
 PART_COLUMNS = 16384
@@ -134,3 +135,17 @@ class Unembedding:
         # NO_COLUMN keeps padding out of the softmax, and no target has that id.
         column_W = jnp.pad(first + jnp.arange(local_columns), (0, num_padding), constant_values=ops.NO_COLUMN)
         return jnp.moveaxis(part_dZw, 1, 0), column_W.reshape(parts, -1)
+
+
+def loss_chunk(chosen_tokens: int | Literal["auto"]) -> int:
+    """Tokens whose logits exist at a time, of a model's `loss_chunk_tokens`.
+
+    Raises:
+      UserError: it is still `auto`.
+    """
+    if chosen_tokens == "auto":
+        raise UserError(
+            "model.loss_chunk_tokens=auto has to be chosen first: the best value depends on the devices. "
+            "`jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
+        )
+    return chosen_tokens

@@ -347,3 +347,9 @@ def _highest(total_Y3: Array, row: Array, amax_3: Array, limit: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(
         total_Y3, jnp.maximum(current_3, jnp.minimum(amax_3, limit)), row, 0
     )
+
+
+def add_gradients(total: Params, addend: Params) -> Params:
+    """Sums of gradients, each in the dtype of its total."""
+    with jax.named_scope("reduce_gradients"):
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, addend)

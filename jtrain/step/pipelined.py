@@ -28,7 +28,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, TickColumn, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.objective import LossScale
-from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
+from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, add_gradients
 from jtrain.step.pipeline_ends import EndLayers, Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
@@ -297,7 +297,7 @@ class Worker:
             microbatch = row_F[TickColumn.HEAD_MICROBATCH]
             nats_part, grads, dy_BLD = self.end_layers.loss(trained, y_BLD, parts, microbatch, unit)
             cotangents = store(cotangents, row_F[TickColumn.HEAD_COTANGENT], dy_BLD)
-            return cotangents, _sum(end_grads, grads), nats + nats_part
+            return cotangents, add_gradients(end_grads, grads), nats + nats_part
 
         # The column is the same on all workers: the loss sums over `stage`.
         return jax.lax.cond(
@@ -373,7 +373,9 @@ class Worker:
     ) -> Params:
         def add(end_grads: Params) -> Params:
             microbatch = row_F[TickColumn.EMBED_GRADIENT_MICROBATCH]
-            return _sum(end_grads, self.end_layers.enter_gradient(trained, parts, microbatch, dx_BLD))
+            return add_gradients(
+                end_grads, self.end_layers.enter_gradient(trained, parts, microbatch, dx_BLD)
+            )
 
         # The same on all workers, as in `_embed_next`.
         has_gradient = row_F[TickColumn.EMBED_GRADIENT_MICROBATCH] != NONE
@@ -394,8 +396,3 @@ class Worker:
         if layers_permute(self.layout):
             return work(operand, has_work)
         return jax.lax.cond(has_work, lambda operand: work(operand, True), idle, operand)
-
-
-def _sum(total: Params, addend: Params) -> Params:
-    with jax.named_scope("reduce_gradients"):
-        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, addend)

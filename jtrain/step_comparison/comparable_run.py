@@ -20,6 +20,7 @@ from jtrain.step.guard import GuardState
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from jtrain.step.zero import param_tree
+from jtrain.telemetry.recompiles import count_programs
 
 GRADIENT_TOLERANCE = 1e-5
 """Largest difference that a layout may make to a gradient in float32, of the largest element of its array."""
@@ -165,7 +166,7 @@ class ComparableRun:
             {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling},
             check=False,
         )
-        results.num_traces = self.step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
+        results.num_traces = count_programs(self.step)
         return results
 
     def _exact(self, metrics: dict[str, Any]) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
 NOTES = "data.log"
 GENERATIONS = "generations.jsonl"
+BAD_STEPS = "bad_steps.jsonl"
 MESSAGE = "message"
 
 

@@ -67,14 +67,21 @@ def changes(earlier: Signature, later: Signature) -> list[str]:
     return leaf_changes
 
 
+def count_programs(function: Any) -> int:
+    """Programs that a function of `jax.jit` has compiled, of those that it still holds.
+
+    jax tells it by a private name, by which its own tests count compilations; it is read here alone.
+    """
+    return function._cache_size()
+
+
 class Compilations:
     """Detects calls of a jitted function that compiled it.
 
     Checks the size of the function's cache (0.1 us); the arguments are inspected only when it has grown.
 
     Args:
-      function: the result of `jax.jit`; its `_cache_size` is private, but jax's own tests count compilations
-        by it.
+      function: the result of `jax.jit`.
       names: names of its arguments for messages.
     """
 
@@ -83,7 +90,7 @@ class Compilations:
         self._function = function
         self._names = names
         self._signature: Signature = {}
-        self._size = function._cache_size()
+        self._size = count_programs(function)
 
     def called(self, *arguments: Any) -> str | None:
         """Checks for a compilation; call it after each call of the function, with the same arguments.
@@ -91,7 +98,7 @@ class Compilations:
         Returns:
           A message that names the changed arguments if the function was compiled again, else None.
         """
-        size = self._function._cache_size()
+        size = count_programs(self._function)
         if size == self._size:
             return None
         self._size = size

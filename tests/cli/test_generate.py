@@ -31,8 +31,8 @@ from jtrain.model.kv_cache_decode import (
 from jtrain.model.param import map_params
 from jtrain.model.rope import Llama3Scaling, QueryTemperature, RopeSpec
 from jtrain.model.transformer import Transformer
+from jtrain.telemetry.recompiles import count_programs
 from jtrain.train.sampling import load, stream
-from tests.compilations import count_programs
 from tests.weights import draw_weights
 
 SIZES: dict[str, Any] = dict(

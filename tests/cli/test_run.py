@@ -369,3 +369,16 @@ def test_faulty_hardware_has_a_code_of_its_own(compiled_only: Path, tmp_path: Pa
     """Supervisors replace the host on 76; the message stands alone on stderr."""
     done = python(compiled_only, tmp_path, *program(__file__, "fail", "hardware")[1:])
     assert (done.returncode, done.stderr) == (76, "error: device 3 of host a\n")
+
+
+def test_a_training_frees_cycles_as_other_programs_do() -> None:
+    """A start collects rarely; `collect_as_before` ends that."""
+    code = (
+        "import gc; from jtrain.cli import run; before = gc.get_threshold(); run.run(lambda: 0);"
+        "during = gc.get_threshold(); run.collect_as_before();"
+        "print(before[0], during[0], gc.get_threshold() == before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, during, is_restored = done.stdout.split()
+    assert int(before) < int(during)
+    assert is_restored == "True"

@@ -17,9 +17,7 @@ import pytest
 
 from jtrain.layout.dims import Batch
 from jtrain.train.sampling import load
-from tests.hf.test_transformers import logits_of_transformers, peer
-
-__all__ = ["peer"]  # the fixture
+from tests.hf.test_transformers import logits_of_transformers, peer_python
 
 MESSAGES = [{"role": "user", "content": "How many words?"}]
 # In float32, since sampling takes the weights in the compute dtype and transformers' logits are of float32.
@@ -69,9 +67,7 @@ class Published:
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
     """The model of transformers, its config, and `base`, the workdir that it was imported to."""
-    python = os.environ.get("PEER_TORCH_PYTHON", "")
-    if not Path(python).is_file():
-        pytest.skip(f"PEER_TORCH_PYTHON names no Python with torch and transformers: {python!r}")
+    python = peer_python()
     home = tmp_path_factory.mktemp(request.param)
     program = Path(__file__).parent / "peers" / "make_chat_model.py"
     subprocess.run([python, program, request.param, home / "theirs"], check=True, capture_output=True)

@@ -47,12 +47,17 @@ def run_peer(name: str, python: str, tokens: np.ndarray, folder: Path, *args: An
     return np.load(out), done.stdout
 
 
-@pytest.fixture
-def peer() -> str:
+def peer_python() -> str:
+    """The Python that PEER_TORCH_PYTHON names; skips the test without one."""
     python = os.environ.get("PEER_TORCH_PYTHON", "")
     if not Path(python).is_file():
         pytest.skip(f"{NO_PEER}: {python!r}")
     return python
+
+
+@pytest.fixture
+def peer() -> str:
+    return peer_python()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from configs import tiny
 from jtrain.config.load import set_values
 from jtrain.model.ops import linear_cross_entropy, linear_cross_entropy_in_parts
+from jtrain.model.unembedding import loss_chunk
 from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
@@ -122,9 +123,9 @@ def test_auto_in_a_config_becomes_a_number_for_the_devices() -> None:
     set_values(run_config, {"model.loss_chunk_tokens": "auto", "data.global_batch": 512})
     run = fdl.build(run_config)
     with pytest.raises(ValueError, match=r"model\.loss_chunk_tokens=auto has to be chosen first"):
-        _ = run.model.loss_chunk
+        loss_chunk(run.model.loss_chunk_tokens)
     (said,) = choose_loss_chunk(run_config, DEVICES["h200"])
-    chunk_tokens = fdl.build(run_config).model.loss_chunk
+    chunk_tokens = loss_chunk(fdl.build(run_config).model.loss_chunk_tokens)
     assert said.startswith(f"model.loss_chunk_tokens=auto: {chunk_tokens}, ")
     assert chunk_tokens in CANDIDATES
 

@@ -9,20 +9,16 @@ from jtrain.profile.analysis.records import (
     Breakdown,
     ClockTrack,
     CommRow,
-    CriticalPath,
-    Lane,
-    LaneTrack,
     LiveBuffer,
     LiveTrack,
     MemoryRow,
     OpKind,
     OpRow,
-    PathRow,
     Peaks,
     Phase,
     StepBreakdown,
-    WhatIf,
 )
+from jtrain.profile.analysis.step_tracks import CriticalPath, Lane, LaneTrack, PathRow, WhatIf
 
 STEPS, DEVICES, TOKENS = 5, 4, 131_072
 STEP_S = 1.2

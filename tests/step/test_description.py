@@ -34,7 +34,8 @@ from jtrain.plan.job import Job
 from jtrain.step import zero
 from jtrain.step.description import saved_arrays, trace_cache
 from jtrain.step.description.jaxpr_places import equations
-from jtrain.step.description.labelled_sizes import class_of, input_keeping_class, label_sizes, label_values
+from jtrain.step.description.labelled_sizes import label_sizes, label_values
+from jtrain.step.description.layout_class import class_of, input_keeping_class
 from jtrain.step.description.monomials import evaluate
 from jtrain.step.description.part_jaxprs import METRICS, UPDATE, jaxpr_of
 from jtrain.step.description.saved_arrays import saving_class, trace_saved

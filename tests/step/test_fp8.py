@@ -31,10 +31,10 @@ from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain.step import zero
 from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from jtrain.telemetry.recompiles import count_programs
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.device import live
 from tests.batches import COLS, ROWS, adversarial_batch
-from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 from tests.step.test_train_step import ADAMW, SIZES

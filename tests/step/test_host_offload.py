@@ -21,8 +21,8 @@ from jtrain.optim import AdamW, Muon, Optimizer, build
 from jtrain.step import host_offload
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from jtrain.telemetry.recompiles import count_programs
 from tests.batches import adversarial_batch
-from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 

@@ -13,7 +13,7 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.job import Job
-from jtrain.step.description.labelled_sizes import LayoutClass, class_of
+from jtrain.step.description.layout_class import LayoutClass, class_of
 from jtrain.step.description.part_jaxprs import METRICS, UPDATE
 from jtrain.step.description.pattern_sizes import layer_parts
 from tests.layouts import layout_from

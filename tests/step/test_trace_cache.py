@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.step.description import trace_cache
-from jtrain.step.description.labelled_sizes import class_of
+from jtrain.step.description.layout_class import class_of
 from jtrain.step.description.traced_parts import forget_traces, trace_part
 from tests.step.test_description import job_of
 

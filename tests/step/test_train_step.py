@@ -22,8 +22,8 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from jtrain.telemetry.recompiles import count_programs
 from tests.batches import adversarial_batch
-from tests.compilations import count_programs
 from tests.layouts import layout_from
 from tests.step.reference import loss_and_gradients, relative_errors
 from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree

@@ -23,10 +23,9 @@ from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault
 from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
+from jtrain.telemetry.recompiles import count_programs
 from jtrain.train import attempt
-from jtrain.train.bad_steps import bad_steps
 from jtrain.train.bad_steps.bad_steps import BadNumbers, BadSteps
-from tests.compilations import count_programs
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +108,7 @@ def train(
 
 
 def events(workdir: Path) -> list[dict[str, Any]]:
-    path = workdir / bad_steps.FILE
+    path = workdir / metrics.BAD_STEPS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -121,7 +120,7 @@ def leave_out(workdir: Path, *steps: int) -> Path:
     """A workdir whose run does not apply the updates of these steps."""
     workdir.mkdir()
     line = {"step": max(steps), "action": "repeats", "since": 0, "left_out": list(steps)}
-    (workdir / bad_steps.FILE).write_text(json.dumps(line) + "\n")
+    (workdir / metrics.BAD_STEPS).write_text(json.dumps(line) + "\n")
     return workdir
 
 
@@ -240,8 +239,10 @@ def test_a_full_disk_ends_no_run_that_has_a_bad_step_to_note(
         assert train(disk / "run", faults, {("norm", 3): math.nan}, *full) == 0
         assert actions(disk / "run") == [("found", 3)]
     said = capsys.readouterr().out
-    assert said.count(f"{bad_steps.FILE} cannot be written (No space left on device): training goes on") == 1
-    assert f"{bad_steps.FILE} is written again: all records are in it" in said
+    assert (
+        said.count(f"{metrics.BAD_STEPS} cannot be written (No space left on device): training goes on") == 1
+    )
+    assert f"{metrics.BAD_STEPS} is written again: all records are in it" in said
 
 
 @pytest.mark.slow

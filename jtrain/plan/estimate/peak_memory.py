@@ -15,7 +15,7 @@ from jtrain.layout.layout import ParamLayout
 from jtrain.layout.precision import itemsize
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.saved_activations import copies_weights, kept_names
-from jtrain.model.unembedding import num_parts
+from jtrain.model.unembedding import loss_chunk, num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_kernel import attention_workspace
 from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
@@ -252,7 +252,7 @@ class _Step:
         columns come in parts.
         """
         model, tensor = self.model, self.shards
-        chunk = min(model.loss_chunk, -(-self.tokens // tensor))
+        chunk = min(loss_chunk(model.loss_chunk_tokens), -(-self.tokens // tensor))
         parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns

@@ -17,7 +17,7 @@ from jtrain.errors import UserError
 from jtrain.hlo import dependencies, parser
 from jtrain.hlo.parser import HloProgram
 from jtrain.hlo.source_lines import source_lines
-from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
+from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records, replay
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.event_losses import EventLosses, comm_rows, event_losses, op_rows
 from jtrain.profile.analysis.figures import PARTS
@@ -31,7 +31,6 @@ from jtrain.profile.analysis.records import (
     StepBreakdown,
     Trace,
 )
-from jtrain.profile.analysis.replay import critical_path
 from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out
 from jtrain.profile.analysis.xplane import read
 from jtrain.profile.clocks import samples
@@ -169,7 +168,7 @@ def break_down(
         pipeline=None,
         host=_host_activities(trace),
         lanes=lane_track(trace, events),
-        path=critical_path(trace, events, losses, peaks, producers, facts["partitions"]),
+        path=replay.critical_path(trace, events, losses, peaks, producers, facts["partitions"]),
         coverage=_coverage(events),
         peaks=peaks,
         settings=facts["settings"],
@@ -330,6 +329,11 @@ def _notes(
     other_programs = {
         name: name.partition("/")[0] for name in unnamed if name.startswith("jit_") and "/" in name
     }
+    if len(events.op) > replay.MAX_EXECUTIONS:
+        notes.append(
+            f"The critical path is unknown: {len(events.op):,} executions of ops are more than the "
+            f"{replay.MAX_EXECUTIONS:,} that are replayed. Trace fewer steps: profile.steps."
+        )
     coverage = _coverage(events)
     if coverage < 0.99:
         cause = (

@@ -8,20 +8,16 @@ from jtrain.profile.analysis.records import (
     Breakdown,
     ClockTrack,
     CommRow,
-    CriticalPath,
-    Lane,
-    LaneTrack,
     LiveBuffer,
     LiveTrack,
     MemoryRow,
     OpRow,
-    PathRow,
     Peaks,
     PipelineShares,
     PipelineTrack,
     StepBreakdown,
-    WhatIf,
 )
+from jtrain.profile.analysis.step_tracks import CriticalPath, Lane, LaneTrack, PathRow, WhatIf
 from jtrain.runtime.atomic_io import write_whole
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from jtrain.hlo.scopes import kernel_of
 from jtrain.profile.analysis import clock_loss
-from jtrain.profile.analysis.hlo_ops import is_recomputed, kernel_of
+from jtrain.profile.analysis.hlo_ops import is_recomputed
 from jtrain.profile.analysis.records import CommRow, OpRow, Peaks
 from jtrain.profile.analysis.timeline import Events, overlap_factors
 from jtrain.profile.clocks.samples import Samples

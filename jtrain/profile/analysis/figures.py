@@ -4,7 +4,16 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
-from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, PipelineTrack, StepBreakdown
+from jtrain.profile.analysis.records import (
+    Breakdown,
+    CommRow,
+    HloOp,
+    LiveBuffer,
+    OpRow,
+    OpTraffic,
+    PipelineTrack,
+    StepBreakdown,
+)
 from jtrain.report.number_formats import rate, seconds, share
 
 
@@ -269,12 +278,12 @@ def pipeline_line(track: PipelineTrack) -> str:
     )
 
 
-def comm_name(row: CommRow) -> str:
+def comm_name(row: CommRow | OpTraffic) -> str:
     """`all-gather over data`; axes as the mesh names them."""
     return f"{row.kind} over {' × '.join(row.axes) or 'unknown axes'}"
 
 
-def op_location(row: OpRow) -> str:
+def op_location(row: OpRow | HloOp | LiveBuffer) -> str:
     """`layers/mlp, backward`."""
     # The optimizer is a layer and a phase of the same name, which is said once.
     return ", ".join(dict.fromkeys(word for word in (row.layer, row.phase) if word)) or "unknown"

@@ -6,13 +6,12 @@ layer of their users, else of their operands, else of the surrounding loop.
 
 import collections
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from jtrain.errors import UserError
 from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
 from jtrain.hlo.flops import bytes_accessed, flops
-from jtrain.hlo.parser import KINDS, HloProgram, Instruction
+from jtrain.hlo.parser import KINDS, HloProgram, Instruction, arrays
 from jtrain.hlo.scopes import UNMARKED, Phase, scope_mark
 from jtrain.profile.analysis.records import HloOp, OpKind, OpTraffic
 
@@ -74,13 +73,6 @@ def unknown_op(name: str) -> HloOp:
         "communication" if "nccl" in low or "rccl" in low else "copy" if "mem" in low[:4] else "compute"
     )
     return HloOp(name, "", kind, "other", "", "", 0, 0, None)
-
-
-def kernel_of(scope: str) -> str:
-    """`attention, cudnn`: the op of the kernels' registry that a path of scopes is of, and what computes it."""
-    # The innermost one: a fused loss calls products.
-    kernels = re.findall(r"\bkernel\.(\w+)\.(\w+)", scope)
-    return ", ".join(kernels[-1]) if kernels else ""
 
 
 def is_recomputed(op: HloOp) -> bool:
@@ -150,7 +142,7 @@ def _with_neighbours[Value](
 
 def _shape(type_: str) -> str:
     """`bf16[8,4096]`: a type without layouts; of a tuple the first arrays."""
-    names = re.findall(r"[a-z]\w*\[[\d,]*\]", type_)
+    names = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(type_)]
     return ", ".join(names[:ARRAYS_OF_SHAPE]) + (", ..." if len(names) > ARRAYS_OF_SHAPE else "")
 
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jtrain.profile.analysis.records import Lane, LaneTrack, Trace
+from jtrain.profile.analysis.records import Trace
+from jtrain.profile.analysis.step_tracks import Lane, LaneTrack
 from jtrain.profile.analysis.timeline import Events, median_step
 
-MAX_EXECUTIONS = 20_000
+MAX_DRAWN = 20_000
 """Executions that lanes hold; each takes about 25 bytes of a page."""
 
 
@@ -20,7 +21,7 @@ def lane_track(trace: Trace, events: Events) -> LaneTrack | None:
         return None
     # The longest ones, again in order of their begin.
     durations = events.end_ns[all_executions] - events.start_ns[all_executions]
-    drawn = np.sort(all_executions[np.argsort(-durations, kind="stable")[:MAX_EXECUTIONS]])
+    drawn = np.sort(all_executions[np.argsort(-durations, kind="stable")[:MAX_DRAWN]])
     ops = sorted(set(events.op[drawn].tolist()))
     number_of = {op: number for number, op in enumerate(ops)}
     lanes: list[Lane] = []

@@ -27,15 +27,17 @@ import numpy as np
 
 from jtrain.profile.analysis import intervals
 from jtrain.profile.analysis.event_losses import EventLosses
+from jtrain.profile.analysis.figures import comm_name, op_location
 from jtrain.profile.analysis.hlo_ops import is_recomputed
-from jtrain.profile.analysis.records import CriticalPath, HloOp, PathRow, Peaks, StepSpan, Trace, WhatIf
+from jtrain.profile.analysis.records import HloOp, Peaks, StepSpan, Trace
+from jtrain.profile.analysis.step_tracks import CriticalPath, PathRow, WhatIf
 from jtrain.profile.analysis.timeline import Events, host_sets
 
 WAITS = ("data wait", "host", "idle between ops")
 """Causes of waits: the columns of `StepGraph.wait_ns`."""
 
-MAX_EXECUTIONS = 200_000
-"""Executions of all steps beyond which they are not replayed: each cause takes about a second then."""
+MAX_EXECUTIONS = 1_000_000
+"""Executions of a window beyond which it is not replayed, which takes 25 µs of each: half a minute."""
 
 type _RowKind = Literal["computing", "communication", "wait"]
 
@@ -255,7 +257,7 @@ def _scenarios(
         without = wait_ns.copy()
         without[:, column] = 0.0
         yield cause, busy_ns, without, True
-    names = np.array([transfer_name(op) if op.kind == "communication" else "" for op in ops])
+    names = np.array([_transfer_name(op) if op.kind == "communication" else "" for op in ops])
     for name in sorted(set(names.tolist()) - {""}):
         yield f"transfers of {name}", np.where(names == name, 0.0, busy_ns), wait_ns, True
     yield "all communication", np.where(names != "", 0.0, busy_ns), wait_ns, False
@@ -268,7 +270,7 @@ def _scenarios(
     again = np.array([is_recomputed(op) for op in ops])
     yield "recomputation", np.where(again, 0.0, busy_ns), wait_ns, True
     if peaks.flops is not None:
-        least_ns = np.array([roofline_s(op, peaks) for op in ops]) * 1e9
+        least_ns = np.array([_roofline_s(op, peaks) for op in ops]) * 1e9
         yield (
             "ops below the roofline",
             np.where(computes, np.minimum(busy_ns, least_ns), busy_ns),
@@ -277,18 +279,16 @@ def _scenarios(
         )
 
 
-def roofline_s(op: HloOp, peaks: Peaks) -> float:
+def _roofline_s(op: HloOp, peaks: Peaks) -> float:
     """Seconds of one execution at the peak of arithmetic or of memory, whichever takes longer."""
     assert peaks.flops is not None
     memory_s = op.bytes / peaks.hbm_bytes_per_s if peaks.hbm_bytes_per_s else 0.0
     return max(op.flops / peaks.flops, memory_s)
 
 
-def transfer_name(op: HloOp) -> str:
+def _transfer_name(op: HloOp) -> str:
     """`all-gather over data`; the op's own name if it is in no program."""
-    if op.collective is None:
-        return op.opcode or op.name
-    return f"{op.collective.kind} over {' × '.join(op.collective.axes) or 'unknown axes'}"
+    return (op.opcode or op.name) if op.collective is None else comm_name(op.collective)
 
 
 def _path_seconds(graph: StepGraph, events: Events) -> dict[tuple[str, _RowKind], float]:
@@ -307,8 +307,7 @@ def _path_seconds(graph: StepGraph, events: Events) -> dict[tuple[str, _RowKind]
     while index is not None:
         op = events.ops[int(events.op[graph.event[index]])]
         is_communication = op.kind == "communication"
-        layer = ", ".join(dict.fromkeys(word for word in (op.layer, op.phase) if word))
-        name = transfer_name(op) if is_communication else layer
+        name = _transfer_name(op) if is_communication else op_location(op)
         seconds[name, "communication" if is_communication else "computing"] += (
             float(graph.busy_ns[index]) * 1e-9
         )

@@ -1,6 +1,6 @@
 """Section of a profile's page with what each device ran when: a timeline that can be zoomed."""
 
-from jtrain.profile.analysis.records import LaneTrack
+from jtrain.profile.analysis.step_tracks import LaneTrack
 from jtrain.report import charts
 from jtrain.report.page import Paragraph, Picture, Section
 

@@ -1,5 +1,6 @@
 """Section of a profile's page on memory: planned classes of arrays, and temporaries over a step."""
 
+from jtrain.profile.analysis.figures import op_location
 from jtrain.profile.analysis.records import Breakdown, LiveTrack
 from jtrain.report import charts
 from jtrain.report.number_formats import seconds, size
@@ -37,8 +38,7 @@ def _largest_table(live: LiveTrack, facts: Facts) -> Table:
     columns = words("at the peak", "made in") + numbers("bytes")
     table = Table("largest temporaries at the peak", columns, css="few")
     for index, buffer in enumerate(live.largest):
-        location = ", ".join(dict.fromkeys(word for word in (buffer.layer, buffer.phase) if word))
-        where = Cell(location, note=buffer.source)
+        where = Cell(op_location(buffer), note=buffer.source)
         table.add(Cell(buffer.op, note=buffer.shape), where, facts.cell(f"live.largest.{index}.bytes", size))
     return table
 

@@ -1,6 +1,6 @@
 """Section of a profile's page with the critical path of a step, and the step without each cause."""
 
-from jtrain.profile.analysis.records import CriticalPath
+from jtrain.profile.analysis.step_tracks import CriticalPath
 from jtrain.report.number_formats import seconds, share
 from jtrain.report.page import PageBlock, Paragraph, Section
 from jtrain.report.table import Bars, Facts, Table, bars, numbers, words
@@ -11,13 +11,12 @@ _MOST_ROWS = 12
 
 def path_section(path: CriticalPath, facts: Facts) -> Section:
     """Section with the chain of ops that a step was as long as, and its length without each cause."""
-    blocks: list[PageBlock] = [
-        Paragraph(
-            f"Mean of {path.num_steps} steps, replayed from the trace. A cause gains less than its time where "
-            "another chain of ops then takes as long; gains do not add up.",
-            "soft",
-        )
-    ]
+    steps = "1 step" if path.num_steps == 1 else f"mean of {path.num_steps} steps"
+    summary = (
+        f"Replayed from the trace, {steps}. A cause gains less than its time where another chain of ops then takes as "
+        "long; gains do not add up."
+    )
+    blocks: list[PageBlock] = [Paragraph(summary, "soft")]
     if path.causes:
         blocks.append(_causes_table(path, facts))
     else:
@@ -52,7 +51,7 @@ def _path_table(path: CriticalPath, facts: Facts) -> Table:
         length = row.seconds / path.duration_s
         bar = Bars.single(start, length, _CSS[row.kind], f"{row.name}: {seconds(row.seconds)}")
         step_share = share(row.seconds, path.duration_s)
-        table.add(row.name or "unknown", bar, facts.cell(f"path.rows.{index}.seconds", seconds), step_share)
+        table.add(row.name, bar, facts.cell(f"path.rows.{index}.seconds", seconds), step_share)
         start += length
     rest_s = sum(row.seconds for row in path.rows[_MOST_ROWS:])
     if rest_s:

@@ -21,7 +21,8 @@ from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.step.description.labelled_sizes import LabelledSizes, LayoutClass, label_sizes
+from jtrain.step.description.labelled_sizes import LabelledSizes, label_sizes
+from jtrain.step.description.layout_class import LayoutClass
 from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
 from jtrain.step.objective import scale_of
 from jtrain.step.optimizer_update import gather_updated

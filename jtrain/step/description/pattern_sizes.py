@@ -26,7 +26,7 @@ from jtrain.model.transformer import Transformer
 FIRST, LAST = "first_layers", "last_layers"
 
 
-type ModelFields = tuple[tuple[str, Any], ...]
+type ModelArguments = tuple[tuple[str, Any], ...]
 """Arguments of a model, by which it is built anew: models of a pattern are hundreds of objects of flax."""
 
 
@@ -41,7 +41,7 @@ class PatternSizes:
     rings: of the layout.
     """
 
-    fields: ModelFields
+    fields: ModelArguments
     mesh: MeshSpec
     seq_len: int
     labels: tuple[tuple[str, int], ...]
@@ -125,7 +125,7 @@ def pattern_values(
     return {letter: values[letter] for letter, _ in sizes.labels}
 
 
-def _ranks(fields: ModelFields) -> list[int]:
+def _ranks(fields: ModelArguments) -> list[int]:
     """Ranks of the latents of a model, each number once."""
     mixers = [block.mixer for name, blocks in fields if name in ("first", "pattern") for block in blocks]
     latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttentionSpec)]
@@ -134,8 +134,8 @@ def _ranks(fields: ModelFields) -> list[int]:
 
 
 def _label_widths(
-    fields: ModelFields, mesh: MeshSpec, primes: list[int]
-) -> tuple[ModelFields, dict[str, int]] | None:
+    fields: ModelArguments, mesh: MeshSpec, primes: list[int]
+) -> tuple[ModelArguments, dict[str, int]] | None:
     """The model with labels in what ZeRO splits on a mesh, and these labels by letter; None if other sizes
     follow from those, or if there are more ranks than letters.
     """
@@ -183,32 +183,34 @@ def layer_parts(model: Transformer) -> Mapping[str, Transformer]:
     }
 
 
-def _fields(model: Transformer) -> ModelFields:
+def _fields(model: Transformer) -> ModelArguments:
     names = [field.name for field in dataclasses.fields(Transformer) if field.init]
     return tuple((name, getattr(model, name)) for name in names)
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes(fields: ModelFields) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes(fields: ModelArguments) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Letters and sizes of the dimensions of every parameter."""
     return tuple((info.dims, info.shape) for info in Transformer(**dict(fields)).param_infos())
 
 
-def _changed(fields: ModelFields, change: Callable[[BlockSpec], BlockSpec], **sizes: int) -> ModelFields:
+def _changed(
+    fields: ModelArguments, change: Callable[[BlockSpec], BlockSpec], **sizes: int
+) -> ModelArguments:
     """The model with other blocks, and other sizes."""
     named = dict(fields)
     blocks: Any = {name: tuple(map(change, named[name])) for name in ("pattern", "first")}
     return tuple((named | blocks | sizes).items())
 
 
-def _mixtures(fields: ModelFields) -> list[MoESpec]:
+def _mixtures(fields: ModelArguments) -> list[MoESpec]:
     blocks = [block for name, blocks in fields if name in ("first", "pattern") for block in blocks]
     return [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoESpec)]
 
 
 def _label_experts(
-    fields: ModelFields, router: MoESpec, mesh: MeshSpec, primes: list[int], *, tokens: tuple[int, int]
-) -> tuple[ModelFields, dict[str, int]]:
+    fields: ModelArguments, router: MoESpec, mesh: MeshSpec, primes: list[int], *, tokens: tuple[int, int]
+) -> tuple[ModelArguments, dict[str, int]]:
     """The model with labels of experts on a device, of a token's choices, and of devices along `expert`.
 
     Args:

@@ -18,12 +18,8 @@ from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.step.description.jaxpr_places import equations
 from jtrain.step.description.kept_values import KEPT, keep_values
-from jtrain.step.description.labelled_sizes import (
-    LabelledSizes,
-    LayoutClass,
-    input_keeping_class,
-    label_sizes,
-)
+from jtrain.step.description.labelled_sizes import LabelledSizes, label_sizes
+from jtrain.step.description.layout_class import LayoutClass, input_keeping_class
 from jtrain.step.description.monomials import TOKENS, Monomial, labelled
 from jtrain.step.description.part_jaxprs import jaxpr_of, residual_stream, unread_losses
 from jtrain.step.description.trace_cache import cached_trace

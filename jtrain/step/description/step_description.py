@@ -21,7 +21,8 @@ from jtrain.model.saved_activations import kept_names, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.step.description.jaxpr_places import When
-from jtrain.step.description.labelled_sizes import PartName, class_of, label_values
+from jtrain.step.description.labelled_sizes import label_values
+from jtrain.step.description.layout_class import PartName, class_of
 from jtrain.step.description.monomials import evaluate
 from jtrain.step.description.pattern_sizes import layer_parts
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
@@ -32,7 +33,6 @@ from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 _OTHERS: tuple[PartName, ...] = ("embedding", "loss", "end")
 """Parts of a step besides its layers."""
-
 
 type _TraceAndValues = tuple[PartTrace, Mapping[str, tuple[int, int]]]
 """Trace of a part, and the sizes that its labels stand for."""

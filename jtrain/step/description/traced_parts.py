@@ -13,12 +13,8 @@ from typing import Any, Literal
 
 from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.kept_values import keep_values
-from jtrain.step.description.labelled_sizes import (
-    LabelledSizes,
-    LayoutClass,
-    input_keeping_class,
-    label_sizes,
-)
+from jtrain.step.description.labelled_sizes import LabelledSizes, label_sizes
+from jtrain.step.description.layout_class import LayoutClass, input_keeping_class
 from jtrain.step.description.monomials import TOKENS, Monomial, labelled
 from jtrain.step.description.part_jaxprs import jaxpr_of, unread_losses
 from jtrain.step.description.saved_arrays import trace_saved

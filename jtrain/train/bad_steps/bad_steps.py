@@ -32,8 +32,8 @@ from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.runtime.stores import error_line
 from jtrain.step.guard import LEFT_OUT, NAMES, WINDOW, GuardSpec, StepNumbers
 from jtrain.telemetry.append_file import AppendFile
-from jtrain.telemetry.metrics import encode
-from jtrain.train.bad_steps.decisions_file import FILE, read_decisions
+from jtrain.telemetry.metrics import BAD_STEPS, encode
+from jtrain.train.bad_steps.decisions_file import read_decisions
 from jtrain.train.bad_steps.noise_floor import NoiseFloor, finite_alike
 
 CALM_STEPS = 16
@@ -81,7 +81,7 @@ class BadSteps:
         alert: Callable[..., None],
     ) -> None:
         self._spec = spec
-        self._file = workdir / FILE
+        self._file = workdir / BAD_STEPS
         self._entries = AppendFile(self._file, say=say, durable=True)
         self._mesh = mesh
         self._checkpoints = checkpoints

@@ -19,8 +19,6 @@ from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT
 from jtrain.telemetry.append_file import WriteTrouble, check_is_file, damaged_text, keep_lines, parse_line
 
-FILE = "bad_steps.jsonl"
-
 
 def read_decisions(file: Path, say: Callable[[str], None]) -> tuple[tuple[int, ...], int, list[int]]:
     """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.layout.mesh import AXES
-from jtrain.profile.analysis import figures
+from jtrain.profile.analysis import figures, replay
 from jtrain.profile.analysis.breakdown import break_down
 from jtrain.profile.analysis.breakdown_json import read_breakdown, write_breakdown
 from jtrain.profile.analysis.chopper import chopper_chain
@@ -311,6 +311,14 @@ def test_a_gpu_s_kernel_without_an_op_is_found_by_the_name_of_its_fusion() -> No
     trace = dataclasses.replace(TRACE, events=(event(0, "dot_1", 1, 4), event(1, "dot.1", 1, 4)))
     found = break_down(trace, OPS, FACTS, {}, {})
     assert [(row.name, row.count) for row in found.ops] == [("dot.1", 2)]
+
+
+def test_a_window_of_too_many_ops_has_no_path_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven executions are fewer than are replayed, and more than five."""
+    assert made().path is not None
+    monkeypatch.setattr(replay, "MAX_EXECUTIONS", 5)
+    assert made().path is None
+    assert any(note.startswith("The critical path is unknown: 7 executions") for note in made().notes)
 
 
 def test_a_breakdown_is_the_same_after_json(tmp_path: Path) -> None:

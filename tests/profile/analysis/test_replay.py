@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jtrain.profile.analysis.event_losses import event_losses
-from jtrain.profile.analysis.records import (
-    CriticalPath,
-    HloOp,
-    HostSpan,
-    OpEvent,
-    OpTraffic,
-    Peaks,
-    StepSpan,
-    Trace,
-)
+from jtrain.profile.analysis.records import HloOp, HostSpan, OpEvent, OpTraffic, Peaks, StepSpan, Trace
 from jtrain.profile.analysis.replay import critical_path, replay, step_graph
+from jtrain.profile.analysis.step_tracks import CriticalPath
 from jtrain.profile.analysis.timeline import lay_out
 
 NOW, MS = 1_795_284_144_288_810_791, 1_000_000
