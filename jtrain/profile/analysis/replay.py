@@ -280,8 +280,11 @@ def _scenarios(
 
 
 def _roofline_s(op: HloOp, peaks: Peaks) -> float:
-    """Seconds of one execution at the peak of arithmetic or of memory, whichever takes longer."""
+    """Seconds of one execution at the peak of arithmetic or of memory, whichever takes longer; inf if unknown."""
     assert peaks.flops is not None
+    # A kernel whose FLOPs nobody counted would take no time at the peak.
+    if not op.flops and (op.opcode == "custom-call" or not op.bytes):
+        return math.inf
     memory_s = op.bytes / peaks.hbm_bytes_per_s if peaks.hbm_bytes_per_s else 0.0
     return max(op.flops / peaks.flops, memory_s)
 
